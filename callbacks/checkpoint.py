@@ -22,20 +22,20 @@ class UnicronCheckpoint(ModelCheckpoint):
     """Writes the checkpoints of ModelCheckpoint beside the training, by all workers in parallel: see docs/state.md.
 
     The training thread copies this worker's part into shared memory, and a process of its own writes it. A checkpoint
-    is a folder in the format of `torch.distributed.checkpoint`. Checkpoints that are replaced are removed once their
-    successor is complete. If a save fails, there is a warning and an event, and training continues.
+    is a folder in the format of `torch.distributed.checkpoint`, with ``unicron_megatron`` in Megatron's. Checkpoints
+    that are replaced are removed once their successor is complete. If a save fails, there is a warning and an event,
+    and training continues.
 
     Args:
         options: of ModelCheckpoint.
-        partners: workers on other nodes that also hold each part, and write it if its node is lost; with
-            ``unicron_fsdp`` the other replicas hold it anyway.
+        partners: workers on other nodes that also copy each part, and write it if its node is lost.
         overlap: copy parameters and states of optimizers while the next gradients are computed; the optimizer waits for
             that. If hooks change them in between, by tensors' ``.data`` or otherwise, set it to False.
         named_options: of ModelCheckpoint.
 
     Raises:
-        ConfigError: ``partners`` is negative, or (at the start) the strategy is neither ``unicron`` nor
-            ``unicron_fsdp``.
+        ConfigError: ``partners`` is negative, or (at the start) the strategy is none of this package, or is
+            ``unicron_megatron`` with a URL.
     """
 
     def __init__(self, *options: Any, partners: int = 1, overlap: bool = True, **named_options: Any) -> None:
@@ -50,9 +50,9 @@ class UnicronCheckpoint(ModelCheckpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         engine_of(trainer, self)
-        if stage == "fit":
-            _strategy(trainer).persisting.use(self.partners, overlap=self.overlap)
         super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            _strategy(trainer).persisting.use(str(self.dirpath), self.partners, overlap=self.overlap)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:

@@ -7,7 +7,7 @@ global batch, logged values and reports. A further way to spread a model is a fu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -95,12 +95,12 @@ class CheckpointStore(ABC):
     Attributes:
         restores_late: whether Lightning restores checkpoints after `Strategy.setup`.
         divided: whether each worker reads a part of a checkpoint; otherwise each reads all of it.
-        writes_beside: whether `held` is there, so that checkpoints can be written while training continues.
+        at_urls: whether checkpoints that are written beside the training may be at URLs.
     """
 
     restores_late = False
     divided = False
-    writes_beside = False
+    at_urls = True
 
     def module_state(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's state for a checkpoint."""
@@ -114,13 +114,20 @@ class CheckpointStore(ABC):
             Its digest ("": it cannot be read back), or None if the task cannot resume from it.
         """
 
-    def held_shard(self) -> int | None:
-        """Return the number of the shard that this worker could write; None if it holds all, or nothing."""
-        return None
+    def held_parts(self) -> Sequence[str]:
+        """Return the names of the parts of a divided model that this worker could write, its own first."""
+        return ()
 
+    @abstractmethod
     def held(self, checkpoint: dict[str, Any]) -> HeldCheckpoint:
         """Return a checkpoint as this worker holds it; its tensors are the training's own."""
-        raise NotImplementedError
+
+    def steady(self) -> Iterable[Tensor]:
+        """Return tensors of `held` that change in steps only, beside parameters and states of torch's optimizers."""
+        return ()
+
+    def written(self, step: int) -> None:  # noqa: B027
+        """Learn that a checkpoint of a step is complete; called by any thread."""
 
     def optimizer_state(self, optimizer: Optimizer, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return an optimizer's state for a checkpoint."""

@@ -118,10 +118,10 @@ class ShardedCheckpoints(SingleFileCheckpoints):
 
         return collect, write
 
-    def held_shard(self) -> int | None:
+    def held_parts(self) -> Sequence[str]:
         """Return this worker's shard, if it is part of a replica."""
         place = self._parallel.member.fabric.place
-        return None if place is None or place.replica is None else self._parallel.shard
+        return () if place is None or place.replica is None else (str(self._parallel.shard),)
 
     def held(self, checkpoint: dict[str, Any]) -> HeldCheckpoint:
         model = self._parallel.member.model

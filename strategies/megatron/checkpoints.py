@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from torch import Tensor
 
+from unicron_lightning.checkpoints.staging import HeldCheckpoint
 from unicron_lightning.megatron import checkpoint
 from unicron_lightning.megatron.grid import Shape
+from unicron_lightning.megatron.held import held_checkpoint
 from unicron_lightning.megatron.model import ShardModel
 from unicron_lightning.megatron.object_codes import authenticated
+from unicron_lightning.replica.copies import Stored
 from unicron_lightning.replica.fabric import run_released
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.strategies.parallelism import CheckpointStore
@@ -121,6 +125,7 @@ class GridCheckpoints(CheckpointStore):
     """
 
     divided = True
+    at_urls = False
 
     def __init__(self, grid: MegatronParallel) -> None:
         self.restores_late = True
@@ -138,9 +143,44 @@ class GridCheckpoints(CheckpointStore):
             return None
         member = self._grid.member
         digest = self._grid.strategy.engine.run(SaveCheckpoint(member, path, checkpoint))
-        if member.model.keeper is not None:
-            member.model.keeper.saved = int(checkpoint["global_step"])
+        self.written(int(checkpoint["global_step"]))
         return digest.decode()
+
+    def held_parts(self) -> Sequence[str]:
+        """Name this worker's shard and, with the distributed optimizer, its ranges of the state and copies of others'.
+
+        The ranges are named by all that determines them. Nothing is named by a spare.
+        """
+        return [*self._copies(), *self._shard()]
+
+    def _shard(self) -> list[str]:
+        place, fabric = self._grid.member.fabric.place, self._grid.member.fabric
+        return [] if place is None or place.replica is None else [str(fabric.own_shard)]
+
+    def _copies(self) -> dict[str, Stored]:
+        """Return ranges of the optimizer's state by the names of their parts: this worker's own first."""
+        keeper, fabric, shard = self._grid.member.model.keeper, self._grid.member.fabric, self._shard()
+        if keeper is None or not shard:
+            return {}
+        assert fabric.at is not None
+        copies, size = keeper.copies(fabric.at), keeper.replicas
+        return {f"{shard[0]} optimizer {owner}/{size}": copy for owner, copy in copies.items()}
+
+    def held(self, checkpoint: dict[str, Any]) -> HeldCheckpoint:
+        model, shard = self._grid.member.model, self._shard()
+        if not shard:
+            return HeldCheckpoint(tensors={}, files={})
+        copies = None if model.keeper is None else self._copies()
+        return held_checkpoint(model.ddp, model.optimizer, checkpoint, shard[0], copies)
+
+    def steady(self) -> Iterator[Tensor]:
+        yield from self._grid.member.model.kept()
+        yield from (copy.data for copy in self._copies().values())
+
+    def written(self, step: int) -> None:
+        keeper = self._grid.member.model.keeper
+        if keeper is not None:
+            keeper.saved = step
 
     def load(self, path: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Load Lightning's part; `load_model` reads the model's once it exists."""

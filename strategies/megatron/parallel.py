@@ -140,6 +140,7 @@ class MegatronParallel(Parallelism):
             length=self._sequence_length,
             redundancy=self._redundancy,
         )
+        self.member.model.before_update = strategy.persisting.settle
         self._optimizer = MegatronOptimizer(lambda: self.member.model.optimizer, self.member.update)
 
         def samples() -> int:

@@ -39,8 +39,6 @@ class SingleFileCheckpoints(CheckpointStore):
         strategy: provides engine and Lightning's writer.
     """
 
-    writes_beside = True
-
     def __init__(self, strategy: FaultTolerantStrategy) -> None:
         self._strategy = strategy
 

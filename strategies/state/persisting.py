@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from unicron_lightning.checkpoints.client import IN_FLIGHT, WriterProcess
-from unicron_lightning.checkpoints.division import shard_writers
+from unicron_lightning.checkpoints.division import part_writers
 from unicron_lightning.checkpoints.messages import WriteVersion
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, saved_bytes, stage
 from unicron_lightning.errors import ConfigError
@@ -78,21 +78,21 @@ class Persisting:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(vars(Persisting(state["_strategy"])))
 
-    def use(self, partners: int, *, overlap: bool) -> None:
+    def use(self, folder: str, partners: int, *, overlap: bool) -> None:
         """Start this worker's writer.
 
         Args:
+            folder: of the checkpoints, or its URL.
             partners: workers that also hold each part, and write it if its first writer is lost.
             overlap: whether to copy while the next gradients are computed.
 
         Raises:
-            ConfigError: the strategy's checkpoints have another format.
+            ConfigError: the strategy's checkpoints cannot be there.
         """
-        if not self._strategy.parallelism.checkpoints.writes_beside:
+        if "://" in folder and not self._strategy.parallelism.checkpoints.at_urls:
             raise ConfigError(
-                'UnicronCheckpoint needs Trainer(strategy="unicron") or "unicron_fsdp", found strategy='
-                f"{self._strategy.strategy_name!r}, whose checkpoints all workers write together, in another "
-                "format; use ModelCheckpoint there"
+                f"UnicronCheckpoint({folder!r}): checkpoints of the strategy {self._strategy.strategy_name} are "
+                "folders of a file system that all workers see; expected a local path"
             )
         self._partners = max(partners, self._partners)
         self._overlap = self._overlap and overlap
@@ -105,13 +105,18 @@ class Persisting:
         assert writer is not None, "use() first"
         self.settle()
         with engine.activity.during("checkpoint"):
-            workers, held, rank, name = self._agree()
+            agreed = self._agree()
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
             strategy.complete(checkpoint)
             saved = _Saved(located(path), int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
             self._number += 1
             order = WriteVersion(
-                number=self._number, name=name, path=saved.path, rank=rank, holders=held, seconds=WRITE_SECONDS
+                number=self._number,
+                name=agreed.name,
+                path=saved.path,
+                rank=agreed.rank,
+                holders=agreed.holders,
+                seconds=WRITE_SECONDS,
             )
             with self._lock:
                 self._saved.append(saved)
@@ -120,15 +125,15 @@ class Persisting:
                     raise OSError("versions before it are not finished")
                 late = self._overlap and strategy.module.automatic_optimization and _continues(trainer)
                 parts = strategy.parallelism.checkpoints.held(checkpoint)
-                copy = _Copy(order, parts.apart(self._steady()) if late else parts)
-            except (OSError, ValueError, RuntimeError) as error:
-                writer.write(_failed(order, repr(error)), workers, (), partial(self._outcome, saved))
+                copy = _Copy(order, agreed.parts, parts.apart(self._steady()) if late else parts)
+            except (OSError, LookupError, ValueError, RuntimeError) as error:
+                writer.write(_failed(order, repr(error)), agreed.workers, (), partial(self._outcome, saved))
                 return
 
             def hand_over(error: str) -> None:
                 if error:
                     copy.order, self._overlap = _failed(copy.order, error), False
-                writer.write(copy.order, workers, copy.memories, partial(self._outcome, saved))
+                writer.write(copy.order, agreed.workers, copy.memories, partial(self._outcome, saved))
 
             if late:
                 self._copies.begin(partial(copy.make, writer.pool), copy.sources, hand_over)
@@ -171,37 +176,37 @@ class Persisting:
 
     # ---- parts of a save
 
-    def _agree(self) -> tuple[list[str], list[list[int]], int, str]:
+    def _agree(self) -> _Agreed:
         """Agree on the writers of a version.
 
         A failure may be known to some members only. The result of an operation is the same on all.
-
-        Returns:
-            Workers by rank, the ranks that hold each part, this worker's rank, and the version's name.
         """
-        engine = self._strategy.engine
+        engine, checkpoints = self._strategy.engine, self._strategy.parallelism.checkpoints
         own = "" if engine.control is None else engine.control.worker
 
         def about(rank: int) -> bytes:
             place = engine.world.places[rank] if engine.world.nodes else ("", "")
-            return msgspec.json.encode([own, place, self._strategy.parallelism.checkpoints.held_shard()])
+            return msgspec.json.encode([own, place, checkpoints.held_parts()])
 
         result = engine.run(Agreement("checkpoint_writers", about))
-        members = [msgspec.json.decode(part, type=tuple[str, Place, int | None]) for part in unpack_parts(result)]
-        workers = [worker for worker, _, _ in members]
-        name = f"{engine.position}-{hashlib.sha256(result).hexdigest()[:12]}"
-        shards = [shard for _, _, shard in members]
-        if any(shard is not None for shard in shards):
-            return workers, shard_writers(shards), workers.index(own), name
-        places = [place for _, place, _ in members]
-        held = [holders(places, part, self._partners) for part in range(len(places))]
-        return workers, held, workers.index(own), name
+        members = [msgspec.json.decode(part, type=tuple[str, Place, list[str]]) for part in unpack_parts(result)]
+        workers, places, parts = ([*each] for each in zip(*members, strict=True))
+        named = part_writers(parts, places, self._partners)
+        whole = [holders(places, part, self._partners) for part in range(len(places))]
+        return _Agreed(
+            workers=workers,
+            parts=list(named) or [""] * len(places),
+            holders=list(named.values()) or whole,
+            rank=workers.index(own),
+            name=f"{engine.position}-{hashlib.sha256(result).hexdigest()[:12]}",
+        )
 
     def _steady(self) -> set[int]:
         """Return the addresses of the memory that changes in the optimizer's step only."""
         strategy = self._strategy
         states = (state for each in strategy.optimizers for state in each.state.values() if isinstance(state, dict))
         kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        kept += strategy.parallelism.checkpoints.steady()
         with torch.no_grad():
             own = [
                 each.to_local() if isinstance(each, DTensor) else each
@@ -220,6 +225,7 @@ class Persisting:
         strategy, control = self._strategy, self._strategy.engine.control
         if digest and saved.reports:
             strategy.reported.written(control, saved.path, saved.step, digest)
+            strategy.parallelism.checkpoints.written(saved.step)
         elif error:
             logger.warning("checkpoint_failed path=%s step=%d error=%s", saved.path, saved.step, error)
             if control is not None and strategy.engine.world.rank == 0:
@@ -236,33 +242,55 @@ class Persisting:
                 logger.warning("checkpoint_left path=%s error=%s", saved.path, problem)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Agreed:
+    """The members' agreement on a version.
+
+    Attributes:
+        workers: identities, by rank.
+        parts: names of a divided model's parts; otherwise empty ones.
+        holders: ranks that hold each part.
+        rank: of this worker.
+        name: of the version.
+    """
+
+    workers: list[str]
+    parts: list[str]
+    holders: list[list[int]]
+    rank: int
+    name: str
+
+
 class _Copy:
     """A version on its way into shared memory.
 
     Args:
         order: without its parts.
+        names: of all parts.
         held: the checkpoint as this worker holds it.
 
     Attributes:
         order, memories: for the writer, once it is copied.
     """
 
-    def __init__(self, order: WriteVersion, held: HeldCheckpoint) -> None:
+    def __init__(self, order: WriteVersion, names: Sequence[str], held: HeldCheckpoint) -> None:
         self.order = order
         self.memories: list[PooledMemory] = []
+        self._names = names
         self._held = held
-        self._rest = saved_bytes(held.rest)
+        files = held.files.items()
+        self._files = {name: each if isinstance(each, bytes) else saved_bytes(each) for name, each in files}
 
     @property
     def sources(self) -> list[torch.Tensor]:
         """All tensors."""
-        return [each.data for each in self._held.tensors]
+        return self._held.sources
 
     def make(self, pool: MemoryPool) -> None:
         """Copy; an error becomes that of the order."""
         try:
-            self.order, self.memories = stage(pool, self.order, self._held, self._rest)
-        except (OSError, MemoryError, ValueError, RuntimeError) as error:
+            self.order, self.memories = stage(pool, self.order, self._names, self._held, self._files)
+        except (OSError, MemoryError, LookupError, ValueError, RuntimeError) as error:
             self.order = _failed(self.order, str(error) or repr(error))
 
 

@@ -18,8 +18,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from unicron_lightning.checkpoints.client import WriterProcess
-from unicron_lightning.checkpoints.division import divide, shard_writers
-from unicron_lightning.checkpoints.index import is_folder, read_checkpoint
+from unicron_lightning.checkpoints.division import blocks, divide, part_writers
+from unicron_lightning.checkpoints.index import REST, is_folder, read_checkpoint
 from unicron_lightning.checkpoints.messages import VersionFailed, VersionWritten, WriteVersion
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, saved_bytes, stage
 from unicron_lightning.checkpoints.storage import storage_of
@@ -50,9 +50,26 @@ def test_parts_hold_each_row_once_and_are_of_about_equal_size(parts: int) -> Non
         assert max(sizes) - min(sizes) <= 2 * 200, "rows are not cut"
 
 
-def test_replicas_share_the_shards_and_spares_write_none() -> None:
-    assert shard_writers([0, 1, 0, 1]) == [[0, 2], [3, 1]]
-    assert shard_writers([1, None, 0]) == [[2], [0]]
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (5, 1, 2, 1)])
+def test_blocks_are_the_range_in_order(shape: tuple[int, ...]) -> None:
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start in range(numbers.numel() + 1):
+        for end in range(start, numbers.numel() + 1):
+            found = blocks(shape, start, end)
+            cut = [numbers[tuple(slice(at, at + size) for at, size in zip(*block, strict=True))] for block in found]
+            assert [int(each) for piece in cut for each in piece.flatten()] == list(range(start, end))
+            assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def test_replicas_share_the_parts_and_spares_write_none() -> None:
+    places = [("r", "a"), ("r", "a"), ("r", "b"), ("r", "c")]
+    assert part_writers([["0"], ["1"], ["0"], ["1"]], places, 1) == {"0": [0, 2], "1": [3, 1]}
+    assert part_writers([["1"], [], ["0"]], places[:3], 1) == {"0": [2], "1": [0]}
+    copied = [["0 b", "0 a", "0"], ["0 a", "0 b", "0"]]
+    assert part_writers(copied, places[:2], 1) == {"0": [0, 1], "0 a": [1, 0], "0 b": [0, 1]}
+    assert part_writers([["0"]] * 4, places, 1) == {"0": [0, 2]}, "on another node"
+    assert part_writers([["0"]] * 4, places, 9) == {"0": [0, 2, 3, 1]}
+    assert part_writers([["0"]] * 4, places, 0) == {"0": [0]}
 
 
 def content(seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -66,7 +83,8 @@ def content(seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def staged(pool: MemoryPool, order: WriteVersion, seed: int = 0) -> tuple[WriteVersion, list[PooledMemory]]:
     state, rest = content(seed)
-    return stage(pool, order, HeldCheckpoint.whole(state, rest), saved_bytes(rest))
+    names = [""] * len(order.holders)
+    return stage(pool, order, names, HeldCheckpoint.whole(state, rest), {REST: saved_bytes(rest)})
 
 
 class Group:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import plain
+import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from unicron_lightning.checkpoints.division import part_writers
+from unicron_lightning.checkpoints.messages import VersionWritten, WriteVersion
+from unicron_lightning.checkpoints.staging import saved_bytes, stage
+from unicron_lightning.checkpoints.storage import storage_of
+from unicron_lightning.checkpoints.version import WritingVersion
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron import checkpoint, shim, toy
+from unicron_lightning.megatron.held import held_checkpoint
+from unicron_lightning.megatron.sharded import ShardedOptimizer
+from unicron_lightning.replica.copies import ROWS, Stored
+from unicron_lightning.replica.shards import Holding
+from unicron_lightning.worker.checkpoint_files import digest_of
+from unicron_lightning.worker.memory_pool import MemoryPool
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,3 +80,41 @@ def load_refused(rank: int, world: int, folder: Path, *, path: str, zero1: bool 
     finally:
         dist.destroy_process_group()
     return "loaded"
+
+
+def save_beside(
+    rank: int, world: int, folder: Path, *, path: str, tp: int, pp: int, zero1: bool, bf16: bool = False
+) -> list[float]:
+    """As `save`, and write the same checkpoint at PATH-beside without communication, as writer processes do."""
+    training = _training(rank, world, folder, tp, pp, zero1, 1234, bf16)
+    for number in range(2):
+        training.step(number, MICRO_BATCHES)
+    rest = {"loops": {"steps": 2}, "text": "second"}
+    checkpoint.save(path, [training.ddp], training.optimizer, rest)
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    shard = str(rank % (tp * pp) if tp > 1 else parallel_state.get_pipeline_model_parallel_rank())
+    copies = None
+    if zero1:
+        optimizer = ShardedOptimizer([training.ddp], training.optimizer)
+        pieces = optimizer.pieces
+        data = torch.empty(ROWS, sum(map(len, pieces)))
+        optimizer.read(data)
+        stored = Stored(holding=Holding(version=2, pieces=pieces), data=data, layout=1)
+        copies = {f"{shard} optimizer {replica}/{replicas}": stored}
+    held = held_checkpoint(training.ddp, training.optimizer, rest, shard, copies)
+    names = [*(copies or {}), shard]
+    told: list[Any] = [None] * world
+    dist.all_gather_object(told, names)
+    writers = part_writers(told, [("", "")] * world, 0)
+    order = WriteVersion(
+        number=1, name="v", path=f"{path}-beside", rank=rank, holders=list(writers.values()), seconds=60.0
+    )
+    files = {name: each if isinstance(each, bytes) else saved_bytes(each) for name, each in held.files.items()}
+    order, memories = stage(MemoryPool(), order, list(writers), held, files)
+    version = WritingVersion(order, [each.content for each in memories], storage_of(order.path, order.name))
+    while (outcome := version.advance()) is None:
+        time.sleep(0.05)
+    assert outcome == VersionWritten(number=1, digest=digest_of(order.path)), outcome
+    norms = [training.step(number, MICRO_BATCHES) for number in (2, 3, 4)]
+    dist.destroy_process_group()
+    return norms

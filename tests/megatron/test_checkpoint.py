@@ -5,18 +5,18 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.checkpoint_folders import PlainObjects
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from worlds.client import Worlds
 
 pytestmark = pytest.mark.faults
@@ -35,18 +35,41 @@ def check(
         )
 
 
+def check_equal(first: str, second: str) -> None:
+    """Plain torch reads the same tensors and objects from both, and the library's own files are the same."""
+    entries = [dcp.FileSystemReader(path).read_metadata().state_dict_metadata for path in (first, second)]
+    sizes = [
+        {name: (entry.size, entry.properties.dtype) for name, entry in found.items() if hasattr(entry, "size")}
+        for found in entries
+    ]
+    assert sizes[0] == sizes[1] and entries[0].keys() == entries[1].keys()
+    states = [{name: torch.full(size, 99, dtype=dtype) for name, (size, dtype) in sizes[0].items()} for _ in range(2)]
+    for path, state in zip((first, second), states, strict=True):
+        dcp.load(state, checkpoint_id=path)
+    torch.testing.assert_close(*states, rtol=0, atol=0, equal_nan=True)
+    common = [torch.load(Path(path) / "common.pt", weights_only=True) for path in (first, second)]
+    for each in common:
+        each["optimizer"].pop("param_state", None)
+    assert common[0] == common[1]
+    assert (Path(first) / "metadata.json").read_bytes() == (Path(second) / "metadata.json").read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:.*to load in a single process")
 def test_zero1_of_two_stages_twice_is_taken_up_in_other_layouts(worlds: Worlds, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
-    norms = worlds.run("layouts:save", 4, tmp_path / "save", path=path, tp=1, pp=2, zero1=True)[0]
-    assert [entry.name for entry in tmp_path.glob("checkpoint*")] == ["checkpoint"]
-    check(worlds, tmp_path / "tp2", path, norms, 2, tp=2, pp=1, zero1=True)
+    norms = worlds.run("layouts:save_beside", 4, tmp_path / "save", path=path, tp=1, pp=2, zero1=True)[0]
+    assert sorted(entry.name for entry in tmp_path.glob("checkpoint*")) == ["checkpoint", "checkpoint-beside"]
+    check_equal(path, f"{path}-beside")
+    check(worlds, tmp_path / "tp2", f"{path}-beside", norms, 2, tp=2, pp=1, zero1=True)
     check(worlds, tmp_path / "one", path, norms, 1, tp=1, pp=1, zero1=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*to load in a single process")
 def test_bf16_without_zero1_is_taken_up_in_another_layout(worlds: Worlds, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
-    norms = worlds.run("layouts:save", 2, tmp_path / "save", path=path, tp=2, pp=1, zero1=False, bf16=True)[0]
-    check(worlds, tmp_path / "pp2", path, norms, 2, rel=1e-3, tp=1, pp=2, zero1=False, bf16=True)
+    norms = worlds.run("layouts:save_beside", 2, tmp_path / "save", path=path, tp=2, pp=1, zero1=False, bf16=True)[0]
+    check_equal(path, f"{path}-beside")
+    check(worlds, tmp_path / "pp2", f"{path}-beside", norms, 2, rel=1e-3, tp=1, pp=2, zero1=False, bf16=True)
 
 
 class Trap:

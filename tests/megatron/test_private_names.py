@@ -33,6 +33,10 @@ _V0_16: Final = {
         *("_replace_state_dict_keys_with_sharded_keys", "mcore_to_pyt_state_dict", "MCoreSavePlanner"),
         *("_get_filesystem_reader", "MCoreLoadPlanner"),
     ],
+    "megatron.core.dist_checkpointing.core": ["CONFIG_FNAME", "CheckpointingConfig"],  # held
+    "megatron.core.dist_checkpointing.dict_utils": ["nested_values"],
+    "megatron.core.dist_checkpointing.state_dict_utils": ["save_preprocess"],
+    "megatron.core.dist_checkpointing.strategies.common": ["COMMON_STATE_FNAME"],
     "DistributedDataParallel": [  # gradients, sharded
         *("bucket_groups", "buffers", "ddp_config", "disable_forward_pre_hook", "expert_parallel_bucket_groups"),
         *("expert_parallel_buffers", "grad_accs", "module", "no_sync", "param_to_bucket_group", "start_param_sync"),

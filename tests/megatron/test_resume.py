@@ -60,11 +60,11 @@ def test_a_change_of_layout_goes_through_a_checkpoint(tmp_path: Path) -> None:
         assert line["loss"] == pytest.approx(first[step]["loss"], rel=1e-5)
 
 
-def test_a_task_without_survivors_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    died = {"point": "forward", "replica": 0, "shard": 0, "from_step": 2}
-    steps = train(
-        tmp_path / "task", 1, tp=1, pp=1, dp=1, accumulation=2, steps=3, save_every=1, schedule=[died], finish=False
-    )
+@pytest.mark.parametrize("beside", [pytest.param(False, marks=pytest.mark.chaos), True])
+def test_a_task_without_survivors_goes_on_from_its_newest_checkpoint(tmp_path: Path, beside: bool) -> None:
+    died = {"point": "forward", "replica": 0, "shard": 0, "from_step": 2, "after": "checkpoints/step=1.ckpt"}
+    settings: dict[str, Any] = {"tp": 1, "pp": 1, "dp": 1, "accumulation": 2, "steps": 3, "finish": False}
+    steps = train(tmp_path / "task", 1, **settings, save_every=1, beside=beside, schedule=[died])
     notes = [json.loads(line) for path in (tmp_path / "task").glob("notes-*") for line in path.read_text().splitlines()]
     assert len([note for note in notes if note["what"] == "start"]) == 2
     done = sorted(note["step"] for note in notes if note["what"] == "step")

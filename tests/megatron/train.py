@@ -3,7 +3,8 @@
 FOLDER/settings.json: see `SETTINGS`. FOLDER/schedule.json: a list of faults that strike in sequence, each in a complete
 world on the worker at the given place: {"replica", "shard", "point"}, and "micro_batch" (counted among those that the
 worker runs in the step, or the validation) for the points "forward" and "validate"; not before "from_step"; with
-"at_once" in any world. With "breaks" connections break there, and no worker dies.
+"at_once" in any world. With "breaks" connections break there, and no worker dies. With "after" the worker waits for
+that path in FOLDER before it dies.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E40
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
+from unicron_lightning.local_cluster.processes import until  # noqa: E402
 from unicron_lightning.megatron import toy  # noqa: E402
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted  # noqa: E402
 
@@ -53,6 +55,7 @@ SETTINGS: dict[str, Any] = {
     "slow": 0.0,  # most additional seconds of a step while the world is smaller; a newer epoch ends them
     "pace": 0.0,  # additional seconds of each step
     "save_every": 0,  # steps; into FOLDER/checkpoints
+    "beside": False,  # written while training continues
     "memory": None,  # every so many steps, with so many partners: a state in the agents' memory
     "resume": None,  # path of a checkpoint
     "validate": 0,  # steps between validations, each with a checkpoint if it is the best one
@@ -95,6 +98,9 @@ class Faults:
             mark = self._folder / f"striking-{number}"
             mark.write_text(str(step))
             mark.rename(self._struck(number))  # renamed, since other processes may read it at any moment
+            if after := fault.get("after"):
+                until(f"{after} in time", (self._folder / after).exists)
+                time.sleep(1.0)  # it is reported
             if fault.get("breaks"):
                 raise CommunicatorAborted("a connection breaks on purpose")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -215,11 +221,12 @@ class Watch(pl.Callback):
 
 def savers(folder: Path, settings: dict[str, Any]) -> list[pl.Callback]:
     """The callbacks that keep the state."""
-    from unicron_lightning.callbacks import MemoryCheckpoint
+    from unicron_lightning.callbacks import MemoryCheckpoint, UnicronCheckpoint
 
     saves: list[pl.Callback] = []
+    saver = UnicronCheckpoint if settings["beside"] else ModelCheckpoint
     if every := settings["save_every"]:
-        saves.append(ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1))
+        saves.append(saver(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1))
     if settings["validate"]:
         saves.append(ModelCheckpoint(folder / "best", "{step}", monitor="val_loss", save_top_k=1))
     if settings["memory"]:

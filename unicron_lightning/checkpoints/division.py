@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from unicron_lightning.worker.state_parts import Place, partners_of
+
 ALIGNMENT: Final = 64
 """Bytes to which each piece is aligned in shared memory."""
 
@@ -66,14 +68,53 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def shard_writers(shards: Sequence[int | None]) -> list[list[int]]:
-    """Return the ranks that hold each shard, in the order in which they are to write it; each replica begins some.
+def blocks(shape: Sequence[int], start: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a range of a tensor's elements into blocks along its dimensions.
 
     Args:
-        shards: shard of each rank; None: none, as of a spare.
+        shape: of the tensor.
+        start: first element of the range, in the order of the elements in memory.
+        end: first element after it.
+
+    Returns:
+        Offsets and sizes of each block, in the order of their elements.
     """
-    found: list[list[int]] = [[] for _ in range(1 + max(shard for shard in shards if shard is not None))]
-    for rank, shard in enumerate(shards):
-        if shard is not None:
-            found[shard].append(rank)
-    return [ranks[at % len(ranks) :] + ranks[: at % len(ranks)] if ranks else [] for at, ranks in enumerate(found)]
+    if start >= end:
+        return []
+    if not shape:
+        return [((), ())]
+    row = math.prod(shape[1:])
+    first, last = start // row, -(-end // row)  # rows that the range touches
+    if last - first == 1 and end - start < row:
+        within = blocks(shape[1:], start - first * row, end - first * row)
+        return [((first, *offsets), (1, *sizes)) for offsets, sizes in within]
+    head, tail = -(-start // row), end // row
+    whole = ((head, *(0 for _ in shape[1:])), (tail - head, *shape[1:]))
+    return [
+        *blocks(shape, start, head * row),
+        *([whole] if tail > head else []),
+        *blocks(shape, tail * row, end),
+    ]
+
+
+def part_writers(held: Sequence[Sequence[str]], places: Sequence[Place], partners: int) -> dict[str, list[int]]:
+    """Return the ranks that copy each part, in the order in which they are to write it.
+
+    The first writer is one that names the part first. Among several, as the replicas of a shard are, each begins some.
+    The others are on its partner nodes, if possible.
+
+    Args:
+        held: names of the parts that each rank holds; none, as of a spare.
+        places: place of each rank.
+        partners: number of further ranks.
+    """
+    names = sorted({name for own in held for name in own}, key=lambda name: (len(name), name))
+    found = {}
+    for at, name in enumerate(names):
+        ranks = [rank for rank, own in enumerate(held) if name in own]
+        turned = ranks[at % len(ranks) :] + ranks[: at % len(ranks)]
+        first = min(turned, key=lambda rank: held[rank].index(name))
+        nodes = [*partners_of(places, places[first]), places[first][1]]
+        others = sorted((rank for rank in turned if rank != first), key=lambda rank: nodes.index(places[rank][1]))
+        found[name] = [first, *others[:partners]]
+    return found

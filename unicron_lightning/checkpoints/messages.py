@@ -14,11 +14,11 @@ _DESCRIPTORS: Final = 64
 
 
 class StagedTensor(msgspec.Struct, frozen=True):
-    """A piece of a tensor in shared memory.
+    """A piece of a tensor in shared memory, or an object as torch.save has written it.
 
     Attributes:
-        name: of the tensor in the index.
-        dtype: without ``torch.``.
+        name: in the index.
+        dtype: without ``torch.``; "" for an object.
         whole: shape of the tensor.
         offsets, sizes: place of the piece in the tensor.
         start: first byte in the memory.
@@ -42,8 +42,8 @@ class StagedPart(msgspec.Struct, frozen=True):
 class WriteVersion(msgspec.Struct, frozen=True, kw_only=True, tag="write"):
     """Write this worker's part of a checkpoint, and others as their writers fail.
 
-    Descriptors of the parts' memories follow in their order, then that of the objects' memory: `pack_parts` of the rest
-    of Lightning's checkpoint, and of the objects of the index, each as torch.save writes them.
+    Descriptors of the parts' memories follow in their order, then that of the memory with the `pack_parts` of the
+    further files' contents, and of the objects that are in no part, each as torch.save writes them.
 
     Attributes:
         number: of the version, for this worker.
@@ -52,7 +52,8 @@ class WriteVersion(msgspec.Struct, frozen=True, kw_only=True, tag="write"):
         rank: of this worker among those that write the version.
         holders: ranks that hold each part, in the order in which they are to write it.
         parts: held by this worker.
-        objects: names of the objects.
+        files: names of the further files.
+        objects: names of the objects that are in no part.
         places: path of each entry of the index in the nested state.
         seconds: time limit.
         error: why this worker cannot write; it then only notifies the others.
@@ -64,6 +65,7 @@ class WriteVersion(msgspec.Struct, frozen=True, kw_only=True, tag="write"):
     rank: int
     holders: list[list[int]]
     parts: list[StagedPart] = []
+    files: list[str] = []
     objects: list[str] = []
     places: dict[str, list[str | int]] = {}
     seconds: float = 600.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from unicron_lightning.checkpoints.division import aligned, divide
+from unicron_lightning.checkpoints.index import REST
 from unicron_lightning.checkpoints.messages import StagedPart, StagedTensor, WriteVersion
 from unicron_lightning.checkpoints.version import tensor_in
 from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
@@ -21,19 +22,26 @@ from unicron_lightning.worker.operations import pack_parts
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor of the index, or this worker's piece of it.
+    """A tensor of the index, or this worker's piece of it, or an object.
 
     Attributes:
         name: in the index.
-        data: the piece, on any device.
+        data: the piece, on any device; of an object the bytes that torch.save writes, uint8.
         whole: shape of the tensor.
         offsets: place of the piece in it.
+        is_object: whether it is an object.
     """
 
     name: str
     data: Tensor
-    whole: tuple[int, ...]
-    offsets: tuple[int, ...]
+    whole: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    is_object: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """As of `StagedTensor`."""
+        return "" if self.is_object else str(self.data.dtype).removeprefix("torch.")
 
     def rows(self, first: int, end: int) -> HeldTensor:
         """Return some rows of a whole tensor."""
@@ -47,18 +55,16 @@ class HeldCheckpoint:
     """A checkpoint as one worker holds it.
 
     Attributes:
-        tensors: whole ones, equal on all workers, or those of the shard.
-        objects: the other entries of the index, as torch.save writes them.
+        tensors: by the names of their parts, if the model is divided; else all, under "", equal on all workers.
+        files: contents of the files beside tensors and index: bytes, or other values for torch.save.
+        objects: entries of the index that are in no part, as torch.save writes them.
         places: path of each entry in the nested state.
-        rest: of Lightning's checkpoint.
-        shard: number of the worker's shard, if the model is divided.
     """
 
-    tensors: Sequence[HeldTensor]
-    objects: Mapping[str, bytes]
-    places: Mapping[str, Sequence[str | int]]
-    rest: Mapping[str, Any]
-    shard: int | None = None
+    tensors: Mapping[str, Sequence[HeldTensor]]
+    files: Mapping[str, Any]
+    objects: Mapping[str, bytes] = field(default_factory=dict)
+    places: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
 
     @classmethod
     def whole(cls, state: Mapping[str, Any], rest: Mapping[str, Any]) -> HeldCheckpoint:
@@ -66,64 +72,86 @@ class HeldCheckpoint:
         flat, places = flatten_state_dict(dict(state))
         tensors = {name: each.detach() for name, each in flat.items() if _is_plain(each)}
         return cls(
-            tensors=[HeldTensor(name, each, tuple(each.shape), (0,) * each.dim()) for name, each in tensors.items()],
+            tensors={
+                "": [HeldTensor(name, each, tuple(each.shape), (0,) * each.dim()) for name, each in tensors.items()]
+            },
+            files={REST: rest},
             objects={name: saved_bytes(each) for name, each in flat.items() if name not in tensors},
             places=places,
-            rest=rest,
         )
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """The data of all tensors and objects."""
+        return [each.data for part in self.tensors.values() for each in part]
 
     def apart(self, steady: Collection[int]) -> HeldCheckpoint:
         """Return it with copies of all tensors that are not in the storages at these addresses."""
-        tensors = [
-            each if each.data.untyped_storage().data_ptr() in steady else replace(each, data=each.data.clone())
-            for each in self.tensors
-        ]
-        return replace(self, tensors=tensors)
 
-    def parts(self, number: int) -> list[list[HeldTensor]]:
-        """Return the pieces of each part; of a divided model parts are shards, and only the worker's own is here."""
-        if self.shard is not None:
-            return [list(self.tensors) if part == self.shard else [] for part in range(number)]
-        cut = divide([(each.whole, each.data.element_size()) for each in self.tensors], number)
-        return [[self.tensors[each.tensor].rows(each.first, each.end) for each in part] for part in cut]
+        def own(each: HeldTensor) -> HeldTensor:
+            is_steady = each.data.untyped_storage().data_ptr() in steady
+            return each if is_steady else replace(each, data=each.data.clone())
+
+        return replace(self, tensors={part: [own(each) for each in held] for part, held in self.tensors.items()})
+
+    def parts(self, names: Sequence[str]) -> list[Sequence[HeldTensor] | None]:
+        """Return the pieces of each part, or None if they are not here.
+
+        Args:
+            names: of a divided model's parts; otherwise only their number counts.
+        """
+        if (tensors := self.tensors.get("")) is None:
+            return [self.tensors.get(name) for name in names]
+        cut = divide([(each.whole, each.data.element_size()) for each in tensors], len(names))
+        return [[tensors[each.tensor].rows(each.first, each.end) for each in part] for part in cut]
 
 
 def stage(
-    pool: MemoryPool, order: WriteVersion, held: HeldCheckpoint, rest: bytes
+    pool: MemoryPool, order: WriteVersion, names: Sequence[str], held: HeldCheckpoint, files: Mapping[str, bytes]
 ) -> tuple[WriteVersion, list[PooledMemory]]:
     """Copy the parts that a rank holds.
 
     Args:
         pool: of memory.
         order: without its parts.
+        names: of all parts, see `HeldCheckpoint.parts`.
         held: the checkpoint.
-        rest: of Lightning's checkpoint, as torch.save writes it.
+        files: its `HeldCheckpoint.files`, as bytes.
 
     Returns:
         The order, and its memories.
 
     Raises:
         OSError, MemoryError: there is not enough memory.
+        LookupError: this worker does not hold a part, since the world has changed after the parts were agreed on.
     """
     parts, sizes = [], []
-    for part, pieces in enumerate(held.parts(len(order.holders))):
+    for part, pieces in enumerate(held.parts(names)):
         if order.rank in order.holders[part]:
+            if pieces is None:
+                raise LookupError(f"part {names[part]!r} is not here any more, since the world has changed")
             described, size = [], 0
             for each in pieces:
-                dtype, shape = str(each.data.dtype).removeprefix("torch."), tuple(each.data.shape)
-                described.append((StagedTensor(each.name, dtype, each.whole, each.offsets, shape, size), each.data))
+                shape = tuple(each.data.shape)
+                staged = StagedTensor(each.name, each.dtype, each.whole, each.offsets, shape, size)
+                described.append((staged, each.data))
                 size += aligned(each.data.nbytes)
             parts.append((part, described))
             sizes.append(size)
-    packed = pack_parts([rest, *held.objects.values()])
+    packed = pack_parts([*files.values(), *held.objects.values()])
     memories = pool.take([*sizes, len(packed)])
     for (_, described), memory in zip(parts, memories, strict=False):
         for piece, data in described:
             tensor_in(memory.content, piece).copy_(data)
     memories[-1].content[: len(packed)] = packed
-    staged = [StagedPart(part, [piece for piece, _ in described]) for part, described in parts]
-    places = {name: list(place) for name, place in held.places.items()}
-    return msgspec.structs.replace(order, parts=staged, objects=list(held.objects), places=places), memories
+    order = msgspec.structs.replace(
+        order,
+        parts=[StagedPart(part, [piece for piece, _ in described]) for part, described in parts],
+        files=list(files),
+        objects=list(held.objects),
+        places={name: list(place) for name, place in held.places.items()},
+    )
+    return order, memories
 
 
 def saved_bytes(value: Any) -> bytes:

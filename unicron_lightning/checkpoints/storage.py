@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -52,8 +52,8 @@ class VersionStorage(Protocol):
     def remove(self, name: str) -> None:
         """Delete a file of the version, if it is there."""
 
-    def publish(self, index: bytes, rest: bytes) -> None:
-        """Write the rest, and the index as the last file of all, such that the version is at its path."""
+    def publish(self, files: Mapping[str, bytes]) -> None:
+        """Write files in their order, with the index as the last one of all, such that the version is at its path."""
 
     def published(self) -> list[str]:
         """Return the names of the files that are part of the checkpoint at the path, whatever its version is."""
@@ -115,8 +115,8 @@ class FolderStorage:
     def remove(self, name: str) -> None:
         (self._folder / name).unlink(missing_ok=True)
 
-    def publish(self, index: bytes, rest: bytes) -> None:
-        for name, data in ((REST, rest), (INDEX, index)):
+    def publish(self, files: Mapping[str, bytes]) -> None:
+        for name, data in files.items():
             with self.create(name) as file:
                 file.write(data)
         for path in self._folder.glob("*.tmp"):  # of writers that have died
@@ -187,9 +187,9 @@ class UrlStorage:
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self._at(self.prefix + name))
 
-    def publish(self, index: bytes, rest: bytes) -> None:
+    def publish(self, files: Mapping[str, bytes]) -> None:
         before = {name for name in self.published() if "/" in name}
-        for name, data in ((REST, rest), (INDEX, index)):
+        for name, data in files.items():
             self._files.pipe_file(self._at(name), data)
         for folder in {name.rsplit("/", 1)[0] for name in before} - {self.prefix.rstrip("/")}:
             with contextlib.suppress(FileNotFoundError):

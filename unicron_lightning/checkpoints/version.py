@@ -121,8 +121,11 @@ class WritingVersion:
         pieces = []
         with self._storage.create(name) as file:
             for each in staged.tensors:
-                start = file.tell()
-                torch.save(tensor_in(memory, each), cast("IO[bytes]", file))
+                start, tensor = file.tell(), tensor_in(memory, each)
+                if each.dtype:
+                    torch.save(tensor, cast("IO[bytes]", file))
+                else:
+                    file.write(tensor.numpy())
                 pieces.append(_entry(each, self._storage.prefix + name, start, file.tell() - start))
         record = WrittenPart(pieces, {self._storage.prefix + name: file.digest}, self._order.name)
         with self._storage.create(f"part-{part}-{self._order.rank}.json") as file:
@@ -132,7 +135,7 @@ class WritingVersion:
     # ---- the end
 
     def _finish(self, names: Sequence[str]) -> None:
-        """Write objects, rest and index."""
+        """Write objects, further files and index."""
         order, storage = self._order, self._storage
         described = (name for name in sorted(names) if name.startswith("part-"))
         records = {name.split("-")[1]: _record(storage.read(name)) for name in described}
@@ -141,14 +144,16 @@ class WritingVersion:
         for name in names:
             if name.endswith(".distcp") and storage.prefix + name not in known:  # of a writer that is gone
                 storage.remove(name)
-        rest, *objects = unpack_parts(self._memories[-1][:])
-        with storage.create(_OBJECTS) as file:
-            for name, data in zip(order.objects, objects, strict=True):
-                start = file.tell()
-                file.write(data)
-                pieces.append(IndexEntry(name, storage.prefix + _OBJECTS, start, len(data)))
+        contents = unpack_parts(self._memories[-1][:])
+        further = dict(zip(order.files, contents, strict=False))
+        if order.objects:
+            with storage.create(_OBJECTS) as file:
+                for name, data in zip(order.objects, contents[len(order.files) :], strict=True):
+                    start = file.tell()
+                    file.write(data)
+                    pieces.append(IndexEntry(name, storage.prefix + _OBJECTS, start, len(data)))
         places = {name: tuple(place) for name, place in order.places.items()}
-        storage.publish(encode_index(pieces, places), rest)
+        storage.publish({**further, INDEX: encode_index(pieces, places)})
 
     def _digest(self) -> str | None:
         """Return the digest of the complete version; None if it is not complete."""
@@ -189,7 +194,7 @@ def _record(content: bytes) -> WrittenPart:
 
 def tensor_in(memory: mmap.mmap, each: StagedTensor) -> torch.Tensor:
     """Return a piece in shared memory as a tensor of its sizes, without a copy."""
-    dtype = getattr(torch, each.dtype)
+    dtype = getattr(torch, each.dtype or "uint8")
     number = torch.Size(each.sizes).numel()
     if number == 0:
         return torch.empty(each.sizes, dtype=dtype)
@@ -197,4 +202,6 @@ def tensor_in(memory: mmap.mmap, each: StagedTensor) -> torch.Tensor:
 
 
 def _entry(each: StagedTensor, file: str, start: int, length: int) -> IndexEntry:
+    if not each.dtype:
+        return IndexEntry(each.name, file, start, length)
     return IndexEntry(each.name, file, start, length, each.dtype, each.whole, each.offsets, each.sizes)

@@ -79,7 +79,8 @@ def held_part(module: nn.Module, optimizer: Optimizer | None, shard: int, rest: 
             assert item.tensor_data is not None
             data, chunk = cast("Tensor", planner.resolve_data(item)).detach(), item.tensor_data.chunk
             tensors.append(HeldTensor(item.index.fqn, data, tuple(item.tensor_data.size), tuple(chunk.offsets)))
-    return HeldCheckpoint(tensors=tensors, objects=objects, places=planner.mappings, rest=rest, shard=shard)
+    held = {str(shard): tensors}
+    return HeldCheckpoint(tensors=held, files={REST: rest}, objects=objects, places=planner.mappings)
 
 
 def finish_folder(

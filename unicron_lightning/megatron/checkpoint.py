@@ -35,12 +35,17 @@ from unicron_lightning.worker.checkpoint_folders import INDEX, FolderReader, Has
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-CONTENT: Final = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""Division of optimizer state, which is stored with it."""
+_SHARDING: Final = "fully_reshardable"
+"""Division of the distributed optimizer's state."""
 _MAIN_PARAMETER: Final = re.compile(r"(.*\.)?state\.param\.")
 """Names of the main parameters, which only a distributed optimizer stores with its state."""
 DATA_SUFFIX: Final = ".distcp"
 """Of files with tensors, which torch's writer writes on each rank."""
+
+
+def content() -> dict[str, Any]:
+    """Return the division of optimizer state, which is stored with it; Megatron adds groups of the present epoch."""
+    return {"distrib_optim_sharding_type": _SHARDING, "chained_optim_avoid_prefix": True}
 
 
 class Writer(SaveShardedStrategy):
@@ -95,13 +100,13 @@ def save(path: str | Path, chunks: Sequence[Any], optimizer: Any, rest: dict[str
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    content, writer = {**_sharded(chunks, optimizer, is_loading=False), "rest": rest}, Writer()
+    state, writer = {**sharded(chunks, optimizer, is_loading=False), "rest": rest}, Writer()
     dist_checkpointing.save(
-        content,
+        state,
         str(unfinished),
         sharded_strategy=writer,
         preprocess_common_before_consistancy_check=lambda common: {k: v for k, v in common.items() if k != "rest"},
-        content_metadata=CONTENT,
+        content_metadata=content(),
     )
     digests = writer.digests
     if dist.get_rank() == 0:
@@ -131,7 +136,7 @@ def load(path: str | Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, A
     for part in _parts(optimizer):
         _prepare(part)
     with _restricted():
-        loaded = dist_checkpointing.load(_sharded(chunks, optimizer, is_loading=True), str(path))
+        loaded = dist_checkpointing.load(sharded(chunks, optimizer, is_loading=True), str(path))
     for index, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded[_key(index, chunks)])
     with _steps_apart(optimizer):
@@ -173,13 +178,20 @@ def _key(index: int, chunks: Sequence[Any]) -> str:
     return "model" if len(chunks) == 1 else f"model{index}"
 
 
-def _sharded(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    """The tensors of this rank with their places in the whole."""
-    models = {_key(i, chunks): chunk.module.sharded_state_dict(metadata=CONTENT) for i, chunk in enumerate(chunks)}
+def sharded(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    """Return the tensors of this rank with their places in the whole; with the distributed optimizer a collective."""
+    metadata = content()
+    models = {_key(i, chunks): chunk.module.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
     state = optimizer.sharded_state_dict(
-        models if len(chunks) > 1 else models["model"], is_loading=is_loading, metadata=CONTENT
+        models if len(chunks) > 1 else models["model"], is_loading=is_loading, metadata=metadata
     )
     return {**models, "optimizer": state}
+
+
+def without_ranges(optimizer: Any) -> dict[str, Any]:
+    """Return what a checkpoint has of a distributed optimizer beside the ranges of its ranks."""
+    (part,) = _parts(optimizer)
+    return {**part.state_dict(), "param_state_sharding_type": _SHARDING}
 
 
 def _parts(optimizer: Any) -> list[Any]:

@@ -69,6 +69,15 @@ class ShardKeeper:
         else:
             self._mirror.hold(version)
 
+    def copies(self, version: int) -> dict[int, Stored]:
+        """Return this rank's copies of a version, of its own shard first, by the data-parallel rank of the owner."""
+        return self._mirror.copies(version)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks over which the state is spread."""
+        return self._mirror.ranks
+
     def replace(self, version: int) -> None:
         """`keep` a state from a checkpoint, which may have the number of a kept version."""
         self._mirror.forget(version - 1)

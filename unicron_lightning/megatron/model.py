@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class ShardModel:
         micro_batch_size: of the tensors that pipeline stages exchange, in samples.
         grad_norm: of the last finalized gradients, before clipping.
         keeper: of the optimizer's shards, if any.
+        before_update: called before parameters and optimizer change.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ShardModel:
             known = parameter_groups([self.ddp], optimizer_config)
             optimizer = ShardedOptimizer([self.ddp], self.optimizer, known)
             self.keeper = ShardKeeper(optimizer, self.gradients, redundancy)
+        self.before_update: Callable[[], None] = lambda: None
         self.grad_norm = 0.0
         self._share = micro_batches
         self._sequence_length = sequence_length
@@ -152,6 +154,7 @@ class ShardModel:
 
         Without communication, except that with the distributed optimizer replicas gather the parameters.
         """
+        self.before_update()
         for optimizer in self.optimizer.chained_optimizers:
             parameters = [] if optimizer.is_stub_optimizer else optimizer.get_parameters()
             if parameters and optimizer.config.clip_grad > 0.0:
@@ -190,6 +193,14 @@ class ShardModel:
             return codec.encode({"tensors": [*self.module.buffers()]})
         tensors = [*self.module.parameters(), *self.module.buffers()]
         return codec.encode({"tensors": tensors, "optimizer": self.optimizer.state_dict()})
+
+    def kept(self) -> Iterator[Tensor]:
+        """The optimizer's tensors, which change in updates only."""
+        for part in (part for part in self.optimizer.chained_optimizers if not part.is_stub_optimizer):
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def load_state(self, data: bytes) -> None:
         """Load the `state` of another worker of this shard."""
