@@ -10,18 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
-import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+from agent_link import Link, text_frame
+
 from unicron_lightning import wire
-from unicron_lightning.credentials import token_for
 from unicron_lightning.link import retry_delay
-from unicron_lightning.proof import Meeting, authorization, new_nonce
 from unicron_lightning.wire.epoch_changes import changed
 
 QUIET_SECONDS = 0.3
@@ -32,101 +30,12 @@ FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.05, 2.0
 """As of `agent.link.session`, which this process does not import, since it needs torch."""
 AT_ONCE = 200
 """Agents that connect at the same time at the start."""
-HANDSHAKE = (
-    "GET /v1/agent HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
-    "Authorization: {authorization}\r\n\r\n"
-)
-
-
-class Link(asyncio.Protocol):
-    """One connection of an agent.
-
-    Args:
-        agent: the owner.
-    """
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._buffer = bytearray()
-        self._open = False
-        self._nonce = new_nonce()
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        transport.write(f"GET /v1/challenge?nonce={self._nonce} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._agent.lost(self)
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        if self._nonce and not self._challenged():
-            return
-        if not self._open:
-            head = self._buffer.find(b"\r\n\r\n")
-            if head < 0:
-                return
-            if not self._buffer.startswith(b"HTTP/1.1 101"):
-                self.close()
-                return
-            del self._buffer[: head + 4]
-            self._open = True
-            self._agent.opened(self)
-        for kind, payload in self._frames():
-            if kind == 1:
-                self._agent.hear(payload)
-            elif kind == 9:
-                self._write(10, payload)
-
-    def say(self, message: wire.Message) -> None:
-        """Send a message, unless the connection is not open."""
-        if self._open:
-            self._write(1, wire.encode(message))
-
-    def close(self) -> None:
-        """Abort the connection without a message."""
-        self._open = False
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _challenged(self) -> bool:
-        """Answer the coordinator's challenge once it has arrived completely; its content is trusted."""
-        _, gap, body = bytes(self._buffer).partition(b"\r\n\r\n")
-        if not gap or not body.endswith(b"}"):
-            return False
-        found = json.loads(body)
-        meeting = Meeting(client=self._nonce, server=found["nonce"], address=found["address"])
-        shown = authorization(token_for("127.0.0.1", None).secret, meeting, "GET", "/v1/agent")
-        self._nonce = ""
-        self._buffer.clear()
-        assert self._transport is not None
-        self._transport.write(HANDSHAKE.format(authorization=shown).encode())
-        return True
-
-    def _frames(self) -> Iterator[tuple[int, bytes]]:
-        while len(buffer := self._buffer) >= 2:
-            size, start = buffer[1] & 0x7F, 2
-            if size == 126 and len(buffer) >= 4:
-                size, start = struct.unpack_from("!H", buffer, 2)[0], 4
-            elif size == 127 and len(buffer) >= 10:
-                size, start = struct.unpack_from("!Q", buffer, 2)[0], 10
-            elif size >= 126:
-                return
-            if len(buffer) < start + size:
-                return
-            frame = buffer[0] & 0x0F, bytes(buffer[start : start + size])
-            del buffer[: start + size]
-            yield frame
-
-    def _write(self, kind: int, payload: bytes) -> None:
-        size = len(payload)
-        length = struct.pack("!B", 0x80 | size) if size < 126 else struct.pack("!BH", 254, size)
-        assert self._transport is not None
-        # Masked with zeros, which leaves the payload unchanged.
-        self._transport.write(bytes([0x80 | kind]) + length + bytes(4) + payload)
+TICK_SECONDS = 0.05
+"""Beats and progress are sent by one timer of the process."""
+REPLY_SECONDS = 0.02
+"""Time that workers take to answer an epoch or its go. The agents of this process share a core: without it the answers
+of the first ones would delay the moment at which the last ones are served."""
+BEAT = text_frame(wire.encode(wire.Beat()))
 
 
 class Agent:
@@ -150,8 +59,7 @@ class Agent:
         self._hello: wire.WorkerHello | None = None
         self._last: wire.WorkerReady | None = None
         self._retry = FIRST_RETRY_SECONDS
-        self._progress_seconds = self._progress_due = 0.0
-        self._beats: asyncio.TimerHandle | None = None
+        self._beat_seconds = self._beat_due = self._progress_seconds = self._progress_due = 0.0
 
     @property
     def worker(self) -> str:
@@ -196,9 +104,8 @@ class Agent:
     def lost(self, link: Link) -> None:
         """Return, as a real agent does."""
         if link is self.link or self.link is None:
+            self.client.open -= self.registered
             self.link, self.registered = None, False
-            if self._beats is not None:
-                self._beats.cancel()
             if not self.dead:
                 self._again()
 
@@ -208,15 +115,24 @@ class Agent:
 
     def say(self, message: wire.Message) -> None:
         if self.link is not None:
-            self.link.say(message)
+            self.link.write(text_frame(wire.encode(message)))
 
     def _store(self) -> wire.Address:
         # nothing listens there, and only a refusal after a successful connection is evidence of death
         return wire.Address(host="127.0.0.1", port=20_000 + self.round)
 
-    def _beat(self, seconds: float) -> None:
-        self.say(wire.Beat())
-        self._beats = asyncio.get_running_loop().call_later(seconds, self._beat, seconds)
+    def tick(self, now: float) -> None:
+        """Send the beat and the worker's progress report if they are due."""
+        if self.link is None or not self.registered:
+            return
+        if now >= self._beat_due:
+            self._beat_due += self._beat_seconds
+            self.link.write(BEAT)
+        if now >= self._progress_due and self.epoch:
+            self._progress_due += self._progress_seconds
+            self.step = int(time.time())
+            metrics: dict[str, float | None] = {"loss": 1.25}
+            self.say(wire.Progress(worker=self.worker, step=self.step, metrics=metrics, at=time.time()))
 
     # ---- messages
 
@@ -229,10 +145,13 @@ class Agent:
             self._new_epoch(payload, now)
         elif name == b"registered":
             self._retry = FIRST_RETRY_SECONDS
+            self.client.open += not self.registered
             self.client.connected, self.registered = now, True
             told = json.loads(payload)
-            beat, self._progress_seconds = told["beat"], told["progress"]
-            self._beats = asyncio.get_running_loop().call_later(retry_delay(beat), self._beat, beat)
+            self._beat_seconds, self._progress_seconds = told["beat"], max(1.0, told["progress"])
+            self._beat_due = now + retry_delay(self._beat_seconds)
+            self._progress_due = now + retry_delay(self._progress_seconds)
+            self.client.watch(self)
         elif name == b"grant":
             self._granted = self._launched = True
             self._hello = wire.WorkerHello(worker=self.worker, local_rank=0, pid=os.getpid(), capacity=100_000)
@@ -244,7 +163,7 @@ class Agent:
         elif name == b"go":
             go = json.loads(payload)["epoch"]
             self.client.settled(self, go, now)
-            self._first_step(go)
+            self.client.reply(lambda: self._first_step(go))
         elif name in (b"fence", b"stop"):
             self.client.notes["restarted"] += 1
             self.die(said=False)
@@ -260,10 +179,12 @@ class Agent:
             self.client.arrived(self.task, epoch.number, epoch.kind, now)
         self.epoch, self._kind = epoch.number, epoch.kind
         if self.worker in self.client.members(self.task, epoch):  # else this worker has left
-            self._ready(self.epoch)
+            self.client.reply(lambda: self._ready(epoch.number))
 
     def _ready(self, epoch: int) -> None:
         # The state has the size of a real worker's.
+        if epoch and (self.dead or epoch != self.epoch):  # another one came while it answered
+            return
         state = {"position": self.step, "step": self.step, "has_state": epoch > 0, "operation": "step"}
         report = {"finished": [0, 1, 2], "reduced": [0, 1, 2, 3]}
         about = {**state, "report": report} if epoch else {**state, "founder": self._founder}
@@ -271,19 +192,12 @@ class Agent:
         self.say(self._last)
 
     def _first_step(self, epoch: int) -> None:
+        entered = {"epoch": epoch, "kind": self._kind, "rank": 0, "world": 0, "step": self.step, "wait_ms": 1.0}
+        self.say(wire.WorkerEvent(worker=self.worker, name="entered_epoch", at=time.time(), fields=entered))
         name = {"fail": "recovered", "join": "grown", "leave": "shrunk"}.get(self._kind, "started")
         self.step = max(self.step, int(time.time()))
         fields = {"epoch": epoch, "step": self.step, "world": 0, "recomputed": []}
         self.say(wire.WorkerEvent(worker=self.worker, name=name, at=time.time(), fields=fields))
-
-    def progress(self) -> None:
-        """Send the progress report that a worker's control thread sends once a second; a step takes one, too."""
-        now = time.monotonic()
-        if self.epoch and not self.dead and now >= self._progress_due:
-            self._progress_due = now + self._progress_seconds
-            self.step = int(time.time())
-            metrics: dict[str, float | None] = {"loss": 1.25}
-            self.say(wire.Progress(worker=self.worker, step=self.step, metrics=metrics, at=time.time()))
 
     # ---- faults
 
@@ -326,6 +240,11 @@ class Client:
         self.notes: Counter[str] = Counter()
         self.connected = 0.0
         """Time of the last registration."""
+        self.open = 0
+        """Registered agents with a connection."""
+        self._answers: list[Callable[[], None]] = []
+        self._wheel: list[dict[str, Agent]] = [{} for _ in range(5)]
+        """Agents that send beats, by name, in parts that are looked at one after the other."""
         self._seen: dict[tuple[str, int], dict[str, Any]] = {}
         self._settled: dict[str, dict[str, Any]] = {}
         self._epochs: dict[tuple[str, int], wire.Epoch] = {}
@@ -335,6 +254,17 @@ class Client:
 
     def later(self, seconds: float, what: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, what)
+
+    def reply(self, answer: Callable[[], None]) -> None:
+        """Have an answer sent after `REPLY_SECONDS`, with others that are due then."""
+        if not self._answers:
+            self.later(REPLY_SECONDS, self._reply)
+        self._answers.append(answer)
+
+    def _reply(self) -> None:
+        due, self._answers = self._answers, []
+        for answer in due:
+            answer()
 
     def start(self, work: Any) -> None:
         """Run a coroutine."""
@@ -429,15 +359,21 @@ class Client:
         other = self.agents[place] = Agent(self, f"{place}.{int(number) + 1}", agent.task, agent.nodes)
         self.later(BACK_SECONDS, lambda: self.start(other.connect()))
 
+    def watch(self, agent: Agent) -> None:
+        """Send an agent's beats and progress from now on."""
+        self._wheel[hash(agent.name) % len(self._wheel)][agent.name] = agent
+
     async def _beat(self) -> None:
-        """Send every worker's progress once a second, spread over the second."""
+        """Send the beats and progress reports that are due."""
         while True:
-            agents = list(self.agents.values())
-            began = time.monotonic()
-            for place in range(20):
-                for agent in agents[place::20]:
-                    agent.progress()
-                await asyncio.sleep(max(0.0, began + (place + 1) / 20 - time.monotonic()))
+            for part in self._wheel:
+                now = time.monotonic()
+                for agent in list(part.values()):
+                    if agent.dead:
+                        del part[agent.name]
+                    else:
+                        agent.tick(now)
+                await asyncio.sleep(TICK_SECONDS - (time.monotonic() - now))
 
     async def _tell(self) -> None:
         while True:
@@ -448,9 +384,8 @@ class Client:
                     seen["told"] = seen["count"]
                     about = {"task": task, "epoch": epoch, "kind": seen["kind"]}
                     print(json.dumps({**about, "count": seen["count"], "last": seen["last"]}), flush=True)
-            there = sum(agent.link is not None and agent.registered for agent in self.agents.values())
             told = {"settled": self._settled, "received": self.received, "notes": self.notes}
-            print(json.dumps({**told, "links": {"open": there, "last": self.connected}}), flush=True)
+            print(json.dumps({**told, "links": {"open": self.open, "last": self.connected}}), flush=True)
 
 
 if __name__ == "__main__":

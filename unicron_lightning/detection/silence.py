@@ -46,6 +46,11 @@ class SilenceLimits:
         return SilenceLimits(beat=beat, least=max(self.least, 2 * beat), most=max(self.most, 3 * beat))
 
 
+def outdated(held: SilenceLimits, shared: SilenceLimits) -> bool:
+    """Whether a peer's limits have to be renewed since the number of peers has changed: each renewal is a message."""
+    return not 0.5 < held.beat / shared.beat < 2.0
+
+
 def report_seconds(peers: int) -> float:
     """Return the least seconds between two progress reports of one of many peers; workers make one each second."""
     return peers / _REPORTS_PER_SECOND if peers > _REPORTS_PER_SECOND else 0.0
@@ -67,6 +72,11 @@ class Silence:
         self._heard = now
         self.threshold = limits.most
         """Seconds of silence after which the connection is dead."""
+
+    @property
+    def limits(self) -> SilenceLimits:
+        """Bounds of the threshold."""
+        return self._limits
 
     def heard(self, now: float) -> None:
         """Record any message."""

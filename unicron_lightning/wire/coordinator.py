@@ -35,7 +35,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Registered(Message, frozen=True, kw_only=True, tag="registered"):
-    """The session is established."""
+    """The session is established. Repeated with other intervals when the number of agents has changed much."""
 
     coordinator: str
     worker_timeout: float | None = None

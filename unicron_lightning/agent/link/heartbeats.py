@@ -48,22 +48,29 @@ class Pulse:
         else:
             self._silence.heard(time.monotonic())
 
+    def retime(self, limits: SilenceLimits) -> None:
+        """Continue with other limits, since the coordinator has more agents now, or fewer."""
+        if limits != self._limits:
+            self._limits, self._silence = limits, Silence(limits, time.monotonic())
+
     async def run(self) -> None:
         """Send beats and check for silence until cancelled, or until the connection is cut."""
-        interval = self._limits.beat / _LOOKS_PER_BEAT
-        lateness, looks = Lateness(interval, time.monotonic()), 0
         while True:
-            if looks % _LOOKS_PER_BEAT == 0:
-                await self._send(wire.Beat())
-            looks += 1
-            await asyncio.sleep(interval)
-            now = time.monotonic()
-            late = lateness.fired(now)
-            if late > _LATE_SECONDS:
-                self._silence.excuse(late, now)
-            elif self._silence.is_end(now):
-                logger.warning("coordinator_silent seconds=%.2f", self._silence.seconds(now))
-                self._cut()
-                return
-            elif self._silence.seconds(now) > self._limits.least:
-                self._quiet()
+            await self._send(wire.Beat())
+            limits = self._limits
+            interval = limits.beat / _LOOKS_PER_BEAT
+            lateness = Lateness(interval, time.monotonic())
+            for _ in range(_LOOKS_PER_BEAT):
+                await asyncio.sleep(interval)
+                now = time.monotonic()
+                late = lateness.fired(now)
+                if late > _LATE_SECONDS:
+                    self._silence.excuse(late, now)
+                elif self._silence.is_end(now):
+                    logger.warning("coordinator_silent seconds=%.2f", self._silence.seconds(now))
+                    self._cut()
+                    return
+                elif self._silence.seconds(now) > self._limits.least:
+                    self._quiet()
+                if self._limits.beat < limits.beat:
+                    break

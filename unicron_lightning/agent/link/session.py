@@ -197,6 +197,10 @@ class CoordinatorSession:
                         tasks.append(asyncio.create_task(self._write(socket)))
                         if (pulse := _pulse(socket, message, self._hooks.not_answering)) is not None:
                             tasks.append(asyncio.create_task(pulse.run()))
+                    elif isinstance(message, wire.Registered):
+                        self._outbox.progress_seconds = message.progress
+                        if pulse is not None and (limits := _limits(message)) is not None:
+                            pulse.retime(limits)
                     if not isinstance(message, wire.Beat):
                         self._hooks.received(message)
             finally:
@@ -271,7 +275,8 @@ def _pulse(
     socket: aiohttp.ClientWebSocketResponse[Any], word: wire.Registered, quiet: Callable[[], None]
 ) -> Pulse | None:
     """Create the beats of a connection, if the coordinator wants them."""
-    if word.beat is None:
+    limits = _limits(word)
+    if limits is None:
         return None
 
     async def send(message: wire.Message) -> None:
@@ -281,8 +286,13 @@ def _pulse(
         with contextlib.suppress(OSError):
             socket.get_extra_info("socket").shutdown(SHUT_RDWR)
 
-    limits = SilenceLimits(beat=word.beat, least=word.least_silence, most=word.most_silence)
     return Pulse(limits, send, quiet, cut)
+
+
+def _limits(word: wire.Registered) -> SilenceLimits | None:
+    if word.beat is None:
+        return None
+    return SilenceLimits(beat=word.beat, least=word.least_silence, most=word.most_silence)
 
 
 def _decode(frame: Any) -> Any:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.incidents.facts import AgentLoss
@@ -104,7 +105,7 @@ def register(
             _was_cut(task, turn, agent)
         turn.cancel("lost", task=task.id, agent=agent.id)
     agent.conn, agent.told, agent.copies = conn, message.epoch, message.copies
-    turn.send(agent, _registered(turn))
+    turn.send(agent, registered(turn.limits, turn.connections))
     if message.reading is not None:
         reports.handle_reading(task, turn, agent, message.reading)
     fields = {"agent": agent.id, "node": agent.node, "host": agent.host, "pid": agent.pid, "resumed": resumed}
@@ -144,16 +145,17 @@ def _new_agent(task: Task, message: wire.Register) -> Agent:
     )
 
 
-def _registered(turn: Turn) -> wire.Registered:
-    silence = turn.limits.silence.shared_by(turn.connections)
+def registered(limits: ev.Limits, connections: int) -> wire.Registered:
+    """Return the answer to a registration; it is repeated when the number of agents' connections has changed much."""
+    silence = limits.silence.shared_by(connections)
     return wire.Registered(
         coordinator="unicron",
-        worker_timeout=turn.limits.worker_timeout,
+        worker_timeout=limits.worker_timeout,
         beat=silence.beat,
         least_silence=silence.least,
         most_silence=silence.most,
-        progress=report_seconds(turn.connections),
-        started_by_agent=turn.limits.started_by_agent,
+        progress=report_seconds(connections),
+        started_by_agent=limits.started_by_agent,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Final
 from unicron_lightning import wire
 from unicron_lightning.coordinator.server.session import frame_of
 from unicron_lightning.coordinator.server.timers import LATE_SECONDS
-from unicron_lightning.detection.silence import Lateness, Silence, SilenceLimits, ended
+from unicron_lightning.detection.silence import Lateness, Silence, SilenceLimits, ended, outdated
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ class Liveness:
 
     def start(self) -> None:
         """Start watching."""
-        self._lateness = Lateness(self._limits.beat / _LOOKS_PER_BEAT, time.monotonic())
         self._again()
 
     def close(self) -> None:
@@ -53,12 +52,25 @@ class Liveness:
         if self._timer is not None:
             self._timer.cancel()
 
-    def beat(self, conn: int) -> None:
-        """Record a beat; a connection that has sent one is expected to continue."""
+    @property
+    def connections(self) -> int:
+        """Number of watched connections."""
+        return len(self._peers)
+
+    def beat(self, conn: int) -> bool:
+        """Record a beat; a connection that has sent one is expected to continue.
+
+        Returns:
+            Whether the agent has to be sent other limits, since the number of agents has changed: those that registered
+            first would beat most often.
+        """
         now = time.monotonic()
-        if conn not in self._peers:
-            self._peers[conn] = Silence(self._limits.shared_by(len(self._peers)), now)
-        self._peers[conn].beat(now)
+        peer, shared = self._peers.get(conn), self._limits.shared_by(len(self._peers))
+        renewed = peer is not None and outdated(peer.limits, shared)
+        if peer is None or renewed:
+            peer = self._peers[conn] = Silence(shared, now)
+        peer.beat(now)
+        return renewed
 
     def heard(self, conn: int) -> None:
         """Record any other message."""
@@ -71,7 +83,9 @@ class Liveness:
         return self._given_up.pop(conn, None)
 
     def _again(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._limits.beat / _LOOKS_PER_BEAT, self._look)
+        seconds = self._limits.shared_by(len(self._peers)).beat / _LOOKS_PER_BEAT
+        self._lateness = Lateness(seconds, time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
 
     def _look(self) -> None:
         now = time.monotonic()

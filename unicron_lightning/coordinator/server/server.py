@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp import WSCloseCode, web
 
 from unicron_lightning import __version__, wire
 from unicron_lightning.coordinator import events as ev
@@ -33,11 +33,13 @@ from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.coordinator.config import CoordinatorConfig
 from unicron_lightning.coordinator.dashboard.visitors import Visitors
 from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.membership.registration import registered
 from unicron_lightning.coordinator.metrics.exposition import Process
 from unicron_lightning.coordinator.orders.operator import inputs_at_start
 from unicron_lightning.coordinator.server import malformed
 from unicron_lightning.coordinator.server.api import Api
 from unicron_lightning.coordinator.server.dashboard import Dashboard
+from unicron_lightning.coordinator.server.direct import DirectWebSocket
 from unicron_lightning.coordinator.server.encryption import encryption_of
 from unicron_lightning.coordinator.server.guard import Guard
 from unicron_lightning.coordinator.server.hook import Hook
@@ -47,6 +49,7 @@ from unicron_lightning.coordinator.server.liveness import ANSWER, Liveness
 from unicron_lightning.coordinator.server.malformed import request_logger
 from unicron_lightning.coordinator.server.node_orders import NodeOrders
 from unicron_lightning.coordinator.server.presence import Presence
+from unicron_lightning.coordinator.server.reading import Take, read
 from unicron_lightning.coordinator.server.scrape import Scrape
 from unicron_lightning.coordinator.server.session import PeerConnection, frame_of
 from unicron_lightning.coordinator.server.timers import SteadyClock, Timers
@@ -343,11 +346,14 @@ class Server:
     async def _serve_agent(self, request: web.Request) -> web.StreamResponse:
         peer = request.remote or ""
 
-        def take(conn: int, data: str) -> None:
+        def take(conn: int, data: str | bytes) -> None:
             message = wire.decode_from_agent(data)
             if isinstance(message, wire.Beat):
-                self._liveness.beat(conn)
-                self._sessions[conn].send(ANSWER)
+                if self._liveness.beat(conn):
+                    about = registered(self._limits, self._liveness.connections)
+                    self._sessions[conn].hold(frame_of(wire.encode(about)))
+                self._sessions[conn].hold(ANSWER)
+                self._sessions[conn].release()
                 return
             self._liveness.heard(conn)
             if isinstance(message, wire.Register):
@@ -365,7 +371,7 @@ class Server:
         return await self._serve(request, take)
 
     async def _serve_node(self, request: web.Request) -> web.StreamResponse:
-        def take(conn: int, data: str) -> None:
+        def take(conn: int, data: str | bytes) -> None:
             message = decode_from_node(data)
             if isinstance(message, NodeHello):
                 self._node_orders.met(conn, message.tasks)
@@ -373,8 +379,8 @@ class Server:
 
         return await self._serve(request, take)
 
-    async def _serve(self, request: web.Request, take: Callable[[int, str], None]) -> web.WebSocketResponse:
-        socket_ = web.WebSocketResponse(
+    async def _serve(self, request: web.Request, take: Take) -> web.WebSocketResponse:
+        socket_ = DirectWebSocket(
             heartbeat=self._config.detection.heartbeat,
             max_msg_size=self._config.coordinator.max_message_bytes,
             compress=False,
@@ -388,8 +394,9 @@ class Server:
         conn = next(self._conn_ids)
         session = self._sessions[conn] = PeerConnection(socket_, request.transport)
         try:
-            await self._read(conn, socket_, take)
+            await read(conn, socket_, take, session, self._config.detection.register_timeout)
         finally:
+            socket_.take_back()
             del self._sessions[conn]
             self._hosts.pop(conn, None)
             self._node_orders.forget(conn)
@@ -398,37 +405,6 @@ class Server:
             self._take(ev.Disconnected(conn=conn, silent=self._liveness.forget(conn)))
             await session.stop()
         return socket_
-
-    async def _read(self, conn: int, socket_: web.WebSocketResponse, take: Callable[[int, str], None]) -> None:
-        """Feed a peer's messages to the machine, until its connection ends or it sends a malformed message.
-
-        Args:
-            conn: number of the connection.
-            socket_: the connection.
-            take: decodes a message and passes it to the machine.
-        """
-        timeout: float | None = self._config.detection.register_timeout
-        while True:
-            try:
-                frame = await socket_.receive(timeout=timeout)
-            except asyncio.TimeoutError:
-                await socket_.close(code=WSCloseCode.POLICY_VIOLATION, message=b"no register message in time")
-                return
-            if frame.type is not WSMsgType.TEXT:
-                if frame.type is WSMsgType.BINARY:
-                    await socket_.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"expected text frames")
-                return
-            try:
-                take(conn, frame.data)
-            except malformed.UNREADABLE as error:
-                reason = malformed.described(frame.data, error)
-                logger.warning("message_malformed conn=%d error=%s", conn, reason)
-                if timeout is not None and malformed.is_first(frame.data):
-                    await socket_.send_str(wire.encode(wire.Refused(reason=reason)).decode())
-                reason = f"malformed message: {reason}"
-                await socket_.close(code=WSCloseCode.INVALID_TEXT, message=reason.encode()[:120])
-                return
-            timeout = None
 
     # ---- about itself ----------------------------------------------------------------------------------------------
 

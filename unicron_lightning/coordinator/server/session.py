@@ -37,6 +37,11 @@ class PeerConnection:
         self._closing: asyncio.Task[bool] | None = None
         self._held: list[bytes] = []
 
+    @property
+    def finishing(self) -> bool:
+        """Whether the connection is being closed: nothing more is received."""
+        return self._closing is not None
+
     def hold(self, frame: bytes) -> None:
         """Send a frame with the next `release`: a write costs more than a frame."""
         self._held.append(frame)

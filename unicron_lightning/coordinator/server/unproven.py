@@ -69,6 +69,8 @@ class UnprovenConnections:
         self._runner = runner
         self._proven = proven
         self._seen: dict[Any, float] = {}
+        self._known: set[Any] = set()
+        """Connections found to be proven: ten thousand are there, and few are new."""
         self._timer: asyncio.TimerHandle | None = None
         self._told = 0.0
         self._silenced = 0
@@ -87,10 +89,11 @@ class UnprovenConnections:
     def _look(self) -> None:
         server = self._runner.server
         now = time.monotonic()
-        there = (
-            [each for each in server.connections if each.transport not in self._proven] if server is not None else []
-        )
-        self._seen = {each: self._seen.get(each, now) for each in there}
+        there = server.connections if server is not None else []
+        self._known.intersection_update(there)
+        unknown = [each for each in there if each not in self._known]
+        self._known.update(each for each in unknown if each.transport in self._proven)
+        self._seen = {each: self._seen.get(each, now) for each in unknown if each not in self._known}
         # The limit can be changed from outside while this process runs.
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         for handler in excess(self._seen, now, most_unproven(soft)):
