@@ -71,7 +71,10 @@ def _run(composed: DictConfig) -> None:
 
 def _serve(config: CoordinatorConfig) -> int:
     """Run a coordinator to its end; return the exit status of the process."""
+    from unicron_lightning.coordinator.server.garbage import defer_full_runs
     from unicron_lightning.coordinator.server.server import Server  # Not needed to show the configuration.
+
+    defer_full_runs()
 
     token = _token(config)
     logger.info("token_found origin=%s", token.origin)

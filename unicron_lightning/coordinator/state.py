@@ -72,6 +72,8 @@ class Worker(msgspec.Struct, kw_only=True):
     """Whether its script has ended without a ``fit``, in a task that had members: it waits for the task's end."""
     ready: int = 0
     """Newest epoch for which the worker reported its state."""
+    entered: int = 0
+    """Newest epoch that the worker has entered, as far as it reports that."""
     state: dict[str, Any] = {}
     step: int = 0
     metrics: dict[str, float | None] = {}
@@ -341,6 +343,11 @@ class Task(msgspec.Struct, kw_only=True):
             rack=of.rack,
             port=worker.port,
         )
+
+    def awaits_entries(self) -> bool:
+        """Whether a live member has not reported that it has entered the newest epoch."""
+        there = (self.workers.get(member.worker) for member in reversed(self.members()))  # the last ones report last
+        return any(worker is not None and worker.entered != self.number for worker in there)
 
     def place(self, worker: Worker) -> tuple[int, int]:
         """Sort key: slot order, then local rank."""

@@ -150,7 +150,7 @@ def _look_at_entries(task: Task, turn: Turn) -> None:
     probing, record = task.probing, task.severity
     if probing.entering != task.number or not task.settled or task.finishing:
         return
-    missing = [member.worker for member in task.live_members() if member.worker not in record.entered]
+    missing = [m.worker for m in task.live_members() if task.workers[m.worker].entered != task.number]
     probing.looks += 1
     if missing and (record.reports_entry or probing.looks <= FIRST_LOOKS):
         suspect(task, turn)

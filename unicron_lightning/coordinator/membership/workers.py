@@ -237,7 +237,7 @@ def changes_nothing(task: Task, message: wire.FromAgent) -> bool:
         case wire.StateHeld():
             return task.epoch is not None
         case wire.WorkerEvent():
-            return message.name != "entered_epoch"
+            return message.name != "entered_epoch" or (task.severity.awaited == "entries" and task.awaits_entries())
     return False
 
 

@@ -41,6 +41,7 @@ from unicron_lightning.coordinator.server.api import Api
 from unicron_lightning.coordinator.server.dashboard import Dashboard
 from unicron_lightning.coordinator.server.direct import DirectWebSocket
 from unicron_lightning.coordinator.server.encryption import encryption_of
+from unicron_lightning.coordinator.server.garbage import FullCollections
 from unicron_lightning.coordinator.server.guard import Guard
 from unicron_lightning.coordinator.server.hook import Hook
 from unicron_lightning.coordinator.server.hosts import misplaced
@@ -116,7 +117,7 @@ class Server:
         self._liveness = Liveness(
             config.detection.silence(), lambda conn: self._sessions[conn].abort(), self._timers.stalled
         )
-        self._presence = Presence()
+        self._presence, self._garbage = Presence(), FullCollections()
         self._conn_ids = itertools.count(1)
         self._planning = Planning()
         self._door: TlsDoor | None = None
@@ -164,6 +165,7 @@ class Server:
             self._announce()
             self._note_set_aside()
             self._liveness.start()
+            self._garbage.start()
             self._scrape.start()
             self.apply(ev.Started(about=self.about()))
             for event in inputs_at_start(self._config, self.machine.cluster):
@@ -174,7 +176,7 @@ class Server:
         finally:
             self._stop.set()
             self._flush()
-            for part in (self._liveness, self._scrape, unproven):
+            for part in (self._liveness, self._garbage, self._scrape, unproven):
                 part.close()
             self._saving.close(last_try=not self._failed)
             self._timers.close()
@@ -398,6 +400,7 @@ class Server:
         finally:
             socket_.take_back()
             del self._sessions[conn]
+            self._garbage.ended(len(self._sessions))
             self._hosts.pop(conn, None)
             self._node_orders.forget(conn)
             place = self.machine.cluster.conns.get(conn)

@@ -91,7 +91,8 @@ def receive(
                 step = message.fields.get("step")
             elif message.name == "entered_epoch" and message.fields.get("epoch") == task.number:
                 record.reports_entry = True
-                record.entered.append(message.worker)
+                if (worker := task.workers.get(message.worker)) is not None:
+                    worker.entered = task.number
         case wire.CommError() if message.worker in record.joined and message.epoch in (record.epoch, task.number):
             feed(task, turn, Named(agent=agent.id))
     if isinstance(step, int) and step > record.step:
@@ -122,7 +123,7 @@ def overdue(task: Task, turn: Turn) -> None:
     record, late = task.severity, []
     if decides_errors(task) and task.epoch is not None:
         live = [task.workers[member.worker] for member in task.live_members()]
-        late = [w.agent for w in live if (w.id not in record.entered if task.settled else w.ready != task.number)]
+        late = [w.agent for w in live if (w.entered != task.number if task.settled else w.ready != task.number)]
     record.awaited = ""
     agents = tuple((agent_id, task.agents[agent_id].node) for agent_id in dict.fromkeys(late))
     feed(task, turn, Overdue(agents=agents))
@@ -131,7 +132,10 @@ def overdue(task: Task, turn: Turn) -> None:
 
 def restore(task: Task, _turn: Turn) -> None:
     """Reset after a restart of the coordinator, which has no timers."""
-    task.severity.awaited = ""
+    record = task.severity
+    record.awaited = ""
+    # Of an older version it is not known which members have entered.
+    record.reports_entry = record.reports_entry and any(w.entered == task.number for w in task.workers.values())
 
 
 def lift(task: Task, turn: Turn, node: str) -> None:
@@ -158,7 +162,6 @@ def review(task: Task, turn: Turn) -> bool:
         if planned and not record.settled:
             _settled(task, turn)  # and another change followed at once
         record.epoch, record.settled, renewed = task.number, False, True
-        record.entered.clear()
         record.rounds = {agent: number for agent, number in record.rounds.items() if agent in task.agents}
     if task.settled and not record.settled:
         record.settled = renewed = True
@@ -248,7 +251,7 @@ def _set_timer(task: Task, turn: Turn, *, planned: bool, renewed: bool) -> None:
     if task.epoch is not None and not task.settled:
         awaited = "reports" if not planned or any(_waits(task, worker) for worker in task.established) else ""
     elif task.epoch is not None and record.reports_entry:
-        awaited = "entries" if any(m.worker not in record.entered for m in task.live_members()) else ""
+        awaited = "entries" if task.awaits_entries() else ""
     if awaited == record.awaited and not (awaited and renewed):
         return
     record.awaited = awaited

@@ -80,8 +80,6 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
     """Members of the newest settled epoch."""
     awaited: Awaited = ""
     """Event that the newest epoch's timer waits for."""
-    entered: list[str] = []
-    """Members that reported their entry into the newest epoch."""
     reports_entry: bool = False
     """Whether the task's workers report their entry into an epoch."""
 
