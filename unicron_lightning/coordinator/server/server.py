@@ -164,9 +164,8 @@ class Server:
             await self._open(runner)
             self._announce()
             self._note_set_aside()
-            self._liveness.start()
-            self._garbage.start()
-            self._scrape.start()
+            for watch in (self._liveness, self._garbage, self._scrape):
+                watch.start()
             self.apply(ev.Started(about=self.about()))
             for event in inputs_at_start(self._config, self.machine.cluster):
                 self.apply(event)
