@@ -216,14 +216,19 @@ class Chaos:
         return world if all(lives(line["pid"]) for line in world) and len(world) == _size(world) else []
 
     def _measure(self, kind: str, started: float, victims: list[int]) -> None:
-        """Wait for the first finished step of a world without the victims."""
+        """Wait for the first finished step of a world without the victims.
+
+        After a death of all it is one that was not finished before: deaths at the same step again and again end a task.
+        """
         before = max(line["epoch"] for line in self.cluster.newest_steps() if line["at"] <= started)
 
         def healed() -> float:
-            steps = [line for line in self.cluster.newest_steps() if line["at"] > started and line["epoch"] > before]
+            known = self.cluster.newest_steps()
+            done = [line["step"] for line in known if line["pid"] in victims] if kind == ALL else []
+            steps = [line for line in known if line["at"] > started and line["epoch"] > before]
             newest = max((line["epoch"] for line in steps), default=0)
-            clean = [line["at"] for line in steps if line["epoch"] == newest and line["pid"] not in victims]
-            return min(clean, default=0.0)
+            clean = [line for line in steps if line["epoch"] == newest and line["pid"] not in victims]
+            return min((line["at"] for line in clean if line["step"] > max(done, default=-1)), default=0.0)
 
         at = self.cluster.watch(healed, f"recovery from {kind}", 60 * self._patience, STALLED_SECONDS * self._patience)
         self.recoveries[kind].append(1e3 * (at - started))

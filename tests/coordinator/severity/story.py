@@ -46,7 +46,10 @@ class Story:
         return decisions
 
     def settle(self, step: int, without: str = "", *, gone: str = "") -> list[Decision]:
-        """Begin an epoch with all other agents as members; those that were not members have new workers."""
+        """Begin an epoch with all other agents as members, after a while; those that were not members have new
+        workers.
+        """
+        self.now += 2.0
         members = {f"{node}#{self.round}": node for node in self.nodes if node not in without}
         kept = {worker: member.node for worker, member in self.record.joined.items()}
         names = {worker: node for worker, node in kept.items() if node not in without}

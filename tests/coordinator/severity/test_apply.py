@@ -270,6 +270,18 @@ def test_agents_of_one_node_lost_again_and_again():
 # ---- the crash loop
 
 
+def test_workers_that_are_killed_together_are_one_attempt():
+    world = World()
+    agents = running(world, 8, nodes=(8, 8))
+    progress(agents[0], 7)
+    for dead in range(7):
+        agents[dead].die()
+        settle_all(world, *agents[dead + 1 :])
+    assert len(members(world)) == 1
+    agents[7].die()
+    assert "task_restarts" in world.names() and "task_stopped" not in world.names()
+
+
 def test_a_task_that_fails_at_one_step_for_good_is_stopped_with_its_diagnosis():
     world = World()
     a, b = running(world, 2, nodes=(1, 4))
@@ -281,6 +293,7 @@ def test_a_task_that_fails_at_one_step_for_good_is_stopped_with_its_diagnosis():
         for agent in (a, b):
             agent.die(cause="exit", code=1)
         if "task_stopped" not in world.names():
+            world.advance(1.5)
             for agent in (a, b):
                 agent.rendezvous().boot()
             settle_all(world, a, b)

@@ -88,7 +88,9 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
     failed: list[Failure] = []
     """The last failures since the last progress."""
     attempts: int = 0
-    """Epochs that failed at one step since the last progress."""
+    """Epochs that failed at one step since the last progress, at most one in `workflow.ATTEMPT_SECONDS`."""
+    attempted_at: float | None = None
+    """Time of the last of them."""
     lives: int = 0
     """Lives that failed since the last progress."""
     starts: dict[str, int] = {}

@@ -278,7 +278,7 @@ RULES: Final = (
     Rule(
         name="no way past a step",
         on="judged",
-        when="`crash_attempts` epochs failed at the same step",
+        when="`crash_attempts` epochs failed at the same step, each a second or more after the one before",
         holds=lambda case: case.record.attempts >= case.limits.crash_attempts,
         action="stop",
         then="the task ends, with its diagnosis",

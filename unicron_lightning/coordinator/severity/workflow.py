@@ -19,12 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Union
+from typing import Final, Union
 
 from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.coordinator.severity.record import KEPT, Failure, Joined, Series, SeverityRecord
 from unicron_lightning.coordinator.severity.rules import Case, Decision, FailureContext, Rule, first
+
+ATTEMPT_SECONDS: Final = 1.0
+"""Time within which failures at a step are one attempt to get past it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,11 +226,17 @@ def _judge(record: SeverityRecord, step: int, limits: Limits, view: FailureConte
         _remember(record, failure)
         if failure.fault and failure.fault not in record.raised:
             record.raised.append(failure.fault)
-    if any(failure.kind != "lost_connection" for failure in failures) and record.step in (record.mark, record.base):
-        record.attempts += 1
+    failed = any(failure.kind != "lost_connection" for failure in failures)
+    if failed and record.step in (record.mark, record.base) and _is_another(record.attempted_at, now):
+        record.attempts, record.attempted_at = record.attempts + 1, now
     new = [failure for failure in failures if failure.worker is not None]
     decided = [decision for failure in new for decision in _decide(record, failure, limits, view, now)]
     return [*decided, *_give_up(record, limits, view, now)]
+
+
+def _is_another(before: float | None, now: float) -> bool:
+    """Whether a failure is another attempt than the last one: workers that are killed together die one by one."""
+    return before is None or now - before >= ATTEMPT_SECONDS
 
 
 def _new_life(record: SeverityRecord, limits: Limits, view: FailureContext, now: float) -> list[Decision]:
