@@ -61,7 +61,7 @@ class Job:
         activity = Activity()
         monitor = Monitor(own.worker, activity, on_cpu=True)
         self.control = Control(own.agent_socket, own.worker, own.local_rank, self._failed, monitor)
-        plane = DataPlane(own.task, own.host, torch.device("cpu"))
+        plane = DataPlane(own.host, torch.device("cpu"))
         self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
         self.gradients = GradientBuckets(self.model.named_parameters(), 1 << 25, overlap=True)
         self.control.hello(1 << 16, None, plane.port)

@@ -50,8 +50,6 @@ def states(members: int, case: str) -> list[dict[str, Any]]:
             replica, replicas = rank // SHARDS, -(-members // SHARDS)
             calls = [list(range(replica, MICRO_BATCHES * replicas, replicas))]
             state["report"] = {"calls": calls, "began": 1}
-            whole = replica != members // 2 // SHARDS
-            state["about"] = [rank % SHARDS, f"1/{replica}", whole, STEP, False, True]
         if rank != members // 2:
             found.append(state)
     return found

@@ -70,21 +70,20 @@ class Session(OfProcess):
             self._stacks = StackFile(Path(own.agent_socket).parent)
             self.monitor = Monitor(own.worker, activity, on_cpu=device.type == "cpu")
             self.control = Control(own.agent_socket, own.worker, own.local_rank, self._on_failure, self.monitor)
-            self._plane = DataPlane(own.task, own.host, device if fabric is None else torch.device("cpu"))
+            self._plane = DataPlane(own.host, device if fabric is None else torch.device("cpu"))
             self.control.hello(capacity, None if fabric is None else fabric.granularity, self._plane.port)
             welcome = self.control.wait_welcome()
             if welcome.founder:
                 welcome = self._wait_founded(self.control)
             self.is_joiner, self.resume, self.memory = not welcome.founder, welcome.resume, welcome.memory
-            connect = self._plane if fabric is None else fabric.connector(own.task, own.host, self._plane)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']} but has no Unicron agent; start the "
                 "script with `torchrun --rdzv-backend unicron`"
             )
         else:
-            connect = self._plane = DataPlane("", "127.0.0.1", device)
-        self.engine = Engine(self.control, connect, on_world, self.is_joiner, activity, fabric)
+            self._plane = DataPlane("127.0.0.1", device)
+        self.engine = Engine(self.control, self._plane, on_world, self.is_joiner, activity, fabric)
         self._ready_to_abort.set()
         if self.control is not None:
             self.control.on_order = self._on_order

@@ -32,7 +32,6 @@ from unicron_lightning.replica.layout import ReplicaLayout, ReplicaShape, StateL
 from unicron_lightning.replica.partners import PartnerWatch
 from unicron_lightning.replica.peers import PeerGroup
 from unicron_lightning.worker.communication.backends import name_key, open_store
-from unicron_lightning.worker.communication.background_connect import Connect
 from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle
 from unicron_lightning.worker.control.thread import EXIT_EXPELLED, Control
 
@@ -135,23 +134,6 @@ class ReplicaFabric(Generic[_Shape]):
     def granularity(self) -> int:
         return self.shape.shards
 
-    def connector(self, task: str, host: str, base: Connect) -> Connect:
-        """Return a function that builds a CPU communicator for small data by ``base``, and the channels."""
-
-        def connect(epoch: wire.Epoch, rank: int, world: int) -> Communicator:
-            place = self.place
-            assert place is not None and place.epoch == epoch.number
-            communicator = base(epoch, rank, world)
-            try:
-                channels = self._channels(place, task, epoch, host)
-                self._built = {epoch.number: channels}
-                return ReplicaCommunicator(communicator, channels)
-            except (RuntimeError, OSError):
-                communicator.close()
-                raise
-
-        return connect
-
     def about(self, epoch: wire.Epoch) -> list[Any]:
         """Describe this worker, see the module's rules; a planned change interrupts nothing, since no step has
         begun.
@@ -186,6 +168,13 @@ class ReplicaFabric(Generic[_Shape]):
         built = all(word.built for word in words)
         self.place = EpochPlace(epoch=epoch.number, rank=rank, layout=layout, members=members, built=built)
         self.shard, self._store, self.epoch_key = layout.shards[rank], epoch.store, epoch.key
+
+    def connect(self, epoch: wire.Epoch, base: Communicator) -> Communicator:
+        """Build the channels beside a CPU communicator for small data."""
+        place = self.place
+        assert place is not None and place.epoch == epoch.number
+        channels = self._built[epoch.number] = self._channels(place, epoch)
+        return ReplicaCommunicator(base, channels)
 
     def abort(self, epoch: wire.Epoch) -> None:
         """Cut this replica's connections unless all of its workers are alive."""
@@ -279,6 +268,7 @@ class ReplicaFabric(Generic[_Shape]):
         assert place is not None
         self._end_watch()
         channels = self._alone() if self._control is None else self._built[place.epoch]
+        self._built = {place.epoch: channels}
         with self._lock:
             kept = {} if channels is None else channels.inner
             left = [group for shards, group in self._inner.items() if kept.get(shards) is not group]
@@ -344,7 +334,7 @@ class ReplicaFabric(Generic[_Shape]):
             )
             self._control.send(told)
 
-    def _channels(self, place: EpochPlace, task: str, epoch: wire.Epoch, host: str) -> Channels | None:
+    def _channels(self, place: EpochPlace, epoch: wire.Epoch) -> Channels | None:
         if place.replica is None:
             return None
         replica = place.layout.replicas[place.replica]
@@ -353,8 +343,10 @@ class ReplicaFabric(Generic[_Shape]):
             place=place.replica,
             shard=place.layout.shards[place.rank],
         )
-        store = dist.PrefixStore("replicas", open_store(task, epoch))
-        return Channels(grid, store, host, self._inner if replica.carried else None, mirrors=self._copies is not None)
+        store = dist.PrefixStore("replicas", open_store(epoch))
+        carried = self._inner if replica.carried else None
+        host = epoch.members[place.rank].host
+        return Channels(grid, store, host, carried, mirrors=self._copies is not None)
 
 
 def _record_of(worker: str) -> str:

@@ -204,15 +204,6 @@ class Holders(msgspec.Struct, frozen=True, array_like=True):
     """Number of members that hold each."""
 
 
-class MemberReport(msgspec.Struct, frozen=True, array_like=True):
-    """One member's own report, for models that are spread over several workers."""
-
-    about: Any
-    """Its description of itself, as JSON."""
-    report: dict[str, Any] | None
-    """Its finished work of the operation in progress; None if it is behind, or has no state."""
-
-
 class Go(Message, frozen=True, kw_only=True, tag="go"):
     """[to the workers] All members of the epoch are ready: connect.
 
@@ -225,8 +216,6 @@ class Go(Message, frozen=True, kw_only=True, tag="go"):
     finished: tuple[int, ...] = ()
     """Finished micro-batches, or batches, as lengths of runs: missing ones from 0, finished ones, and so on."""
     reduced: tuple[Holders, ...] = ()
-    members: tuple[MemberReport, ...] = ()
-    """By rank; empty if each worker holds the whole model."""
 
 
 class Notice(Message, frozen=True, kw_only=True, tag="notice"):

@@ -2,7 +2,7 @@
 
 A member's plan for the rest of an operation depends on what all members together have done of it. The size of the sum
 depends on what is missing and not on the number of members. If the model is spread over several workers, a plan also
-depends on each member's own report: these are added, in rank order.
+depends on each member's own report: the members exchange these after they have connected.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
-from unicron_lightning.wire.coordinator import Go, Holders, MemberReport, Standing
+from unicron_lightning.wire.coordinator import Go, Holders, Standing
 
 
 def summed(epoch: int, states: Sequence[Mapping[str, Any]]) -> Go:
@@ -41,7 +41,6 @@ def summed(epoch: int, states: Sequence[Mapping[str, Any]]) -> Go:
         ),
         finished=tuple(lengths_of(finished)),
         reduced=tuple(_runs_of(holders)),
-        members=_members(states, positions, newest),
     )
 
 
@@ -72,18 +71,3 @@ def _runs_of(holders: Mapping[int, Sequence[int]]) -> list[Holders]:
         buckets = [bucket for _, (bucket, _, _) in run]
         found.append(Holders(bucket=buckets[0], buckets=len(buckets), first=first, count=count))
     return found
-
-
-def _members(
-    states: Sequence[Mapping[str, Any]], positions: Sequence[int | None], newest: int | None
-) -> tuple[MemberReport, ...]:
-    """Each member's own report, if any member describes itself to the others; else none."""
-    if not any("about" in state for state in states):
-        return ()
-    return tuple(
-        MemberReport(
-            about=state.get("about"),
-            report=state.get("report", {}) if position is not None and position == newest else None,
-        )
-        for state, position in zip(states, positions, strict=True)
-    )

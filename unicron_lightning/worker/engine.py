@@ -9,6 +9,7 @@ in progress is planned again from everything that its members have finished. Ope
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -26,6 +27,7 @@ from unicron_lightning.worker.communication.communicator import (
     SoloCommunicator,
     WatchedCommunicator,
     broadcast_bytes,
+    gather_bytes,
 )
 from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.control.thread import Control
@@ -103,10 +105,6 @@ class Fabric(Protocol):
         """Workers of a replica."""
         ...
 
-    def connector(self, task: str, host: str, base: Connect) -> Connect:
-        """Return a function that builds an epoch's communicator, by ``base``, and the further connections."""
-        ...
-
     def about(self, epoch: wire.Epoch) -> Any:
         """This worker's description, as plain JSON, for the other members, after the epoch before has ended and its
         operation is suspended.
@@ -114,7 +112,13 @@ class Fabric(Protocol):
         ...
 
     def settle(self, epoch: wire.Epoch, abouts: Sequence[Any]) -> None:
-        """Process all members' descriptions, in rank order, before the epoch's communicator is built."""
+        """Process all members' descriptions, in rank order."""
+        ...
+
+    def connect(self, epoch: wire.Epoch, base: Communicator) -> Communicator:
+        """Build the further connections of the epoch settled last; return its communicator, which closes ``base`` too.
+        May block; is called in its own thread.
+        """
         ...
 
     def abort(self, epoch: wire.Epoch) -> None:
@@ -330,19 +334,18 @@ class Engine:
                 workers=tuple(member.worker for member in epoch.members),
             )
         self.fault("exchange", epoch.number)
-        about = {} if self._fabric is None else {"about": self._fabric.about(epoch)}
-        control.ready(epoch.number, {**self._state(operation), **about})
+        about = None if self._fabric is None else self._fabric.about(epoch)
+        control.ready(epoch.number, self._state(operation))
         go = control.wait_go(epoch.number)
         if go is None:
             raise EpochChanged(f"epoch {epoch.number} was superseded")
         exchanged = time.monotonic()
-        if self._fabric is not None:
-            self._fabric.settle(epoch, [member.about for member in go.members])
         self.fault("connect", epoch.number)
-        self._open(epoch, rank)
+        base = self._open(self._connect, epoch, rank)
+        reports = () if self._fabric is None else self._settle(self._fabric, epoch, go, about, operation, base)
         connected = time.monotonic()
         self._on_world(self._world)
-        result = self._catch_up(go)
+        result = self._catch_up(go, reports)
         control.event(
             "entered_epoch",
             epoch=epoch.number,
@@ -371,9 +374,22 @@ class Engine:
             "report": operation.report(),
         }
 
-    def _open(self, epoch: wire.Epoch, rank: int) -> None:
-        """Build the communicator in a thread: its constructor blocks on a peer that died between go and connect."""
-        attempt = Connecting(self._connect, epoch, rank)
+    def _settle(
+        self, fabric: Fabric, epoch: wire.Epoch, go: wire.Go, about: Any, operation: Operation, base: Communicator
+    ) -> tuple[Report | None, ...]:
+        """Exchange the members' descriptions and build the fabric's connections; return the members' reports, by
+        rank.
+        """
+        begun = self.has_state and self._position == max(_positions(go))
+        word = json.dumps([about, operation.report() if begun else None]).encode()
+        words = [json.loads(each) for each in gather_bytes(self.communicator, word, "words")]
+        fabric.settle(epoch, [about for about, _ in words])
+        self._open(lambda epoch, rank, world: fabric.connect(epoch, base), epoch, self._world.rank)
+        return tuple(report for _, report in words)
+
+    def _open(self, connect: Connect, epoch: wire.Epoch, rank: int) -> Communicator:
+        """Build a communicator in a thread: its constructor blocks on a peer that died between go and connect."""
+        attempt = Connecting(connect, epoch, rank)
         control = self.control
         assert control is not None
         with control.condition:
@@ -386,22 +402,28 @@ class Engine:
             self._communicator = WatchedCommunicator(communicator, self.activity)
         self.activity.epoch = epoch.number
         self.check()  # a failure received just before would have found no communicator to abort
+        return communicator
 
-    def _catch_up(self, go: wire.Go) -> bytes | None:
+    def _catch_up(self, go: wire.Go, reports: tuple[Report | None, ...]) -> bytes | None:
         """Bring members that are one operation behind up to date; store the reports for `Operation.plan`."""
-        known = [standing for standing in go.standings if standing.position is not None]
-        assert known, "an epoch without state is not published"
-        positions = {standing.position or 0 for standing in known}
+        positions = _positions(go)
         top, low = max(positions), min(positions)
         if top - low > 1:
             raise ProgramsDiffer(f"members are at operations {sorted(positions)}; they may differ by one")
-        furthest = [standing for standing in known if standing.position == top]
+        furthest = [standing for standing in go.standings if standing.position == top]
         if len(furthest) > 1:
             names = sorted(standing.operation for standing in furthest)
             raise ProgramsDiffer(f"members run different operations at the same place: {names}")
-        self._pending = ReportSum.of(go, self._world.size)
+        self._pending = ReportSum.of(go, self._world.size, reports)
         result = None
         if low < top:
             root = furthest[0].first
             result = broadcast_bytes(self.communicator, self._last_result if self._world.rank == root else None, root)
         return result if self.has_state and self._position < top else None
+
+
+def _positions(go: wire.Go) -> set[int]:
+    """The positions of the members that have state."""
+    found = {standing.position for standing in go.standings if standing.position is not None}
+    assert found, "an epoch without state is not published"
+    return found

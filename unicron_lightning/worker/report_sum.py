@@ -41,8 +41,8 @@ class ReportSum:
         return cls(world=world, members=(None,) * world)
 
     @classmethod
-    def of(cls, go: wire.Go, world: int) -> Self:
-        """The sum that the coordinator has sent for an epoch of ``world`` members."""
+    def of(cls, go: wire.Go, world: int, members: tuple[Report | None, ...] = ()) -> Self:
+        """The sum that the coordinator has sent for an epoch of ``world`` members, with each one's own report."""
         having = [standing.first for standing in go.standings if standing.position is not None]
         return cls(
             world=world,
@@ -50,5 +50,5 @@ class ReportSum:
             finished=numbers_of(go.finished),
             reduced={run.bucket + place: (run.first, run.count) for run in go.reduced for place in range(run.buckets)},
             donor=min(having, default=None) if len(having) < len(go.standings) else None,
-            members=tuple(member.report for member in go.members),
+            members=members,
         )

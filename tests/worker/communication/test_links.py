@@ -130,6 +130,8 @@ def everything(communicator: Communicator) -> Any:
         assert handle.succeeded()
     rows = gather_rows(communicator, [rank, 0.5]).tolist()
     parts = gather_bytes(communicator, bytes(range(100)) * rank)
+    even = gather_bytes(communicator, bytes([rank]) * (10 + rank % 2))
+    assert even == [bytes([each]) * (10 + each % 2) for each in range(communicator.world)]
     word = broadcast_bytes(communicator, b"hello" if rank == 0 else None, 0)
     return large[-1].item(), small.tolist(), copied.tolist(), rows, parts, word
 

@@ -397,7 +397,7 @@ def test_accelerators_that_cannot_recover_are_refused(
 
 def test_the_data_plane_refuses_before_anything_is_built() -> None:
     with pytest.raises(ConfigError, match="mps"):
-        backends.DataPlane("task", "127.0.0.1", torch.device("mps"))
+        backends.DataPlane("127.0.0.1", torch.device("mps"))
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])

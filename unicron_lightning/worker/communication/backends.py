@@ -25,21 +25,20 @@ def name_key(epoch_key: str) -> str:
     return hmac.digest(epoch_key.encode(), b"names", "sha256").hex()[:32]
 
 
-def open_store(task: str, epoch: wire.Epoch) -> dist.Store:
+def open_store(epoch: wire.Epoch) -> dist.Store:
     """Open a client of the epoch's store, with an unpredictable prefix, since any host that reaches the store can use
     it.
 
     Each use needs its own client: a blocked one would delay the next epoch.
     """
     client = dist.TCPStore(epoch.store.host, epoch.store.port, is_master=False, timeout=CONNECT_TIMEOUT)
-    return dist.PrefixStore(f"unicron/{task}/{epoch.number}/{name_key(epoch.key)}", client)
+    return dist.PrefixStore(f"unicron/{epoch.number}/{name_key(epoch.key)}", client)
 
 
 class DataPlane:
     """Builds the communicators of a process's epochs: `background_connect.Connect`, and what outlives an epoch.
 
     Args:
-        task: part of the key prefix.
         host: this machine's address for data-plane sockets.
         device: of the gradients; communicators are for tensors there and on the CPU.
 
@@ -47,12 +46,12 @@ class DataPlane:
         ConfigError: workers on this device could not recover.
     """
 
-    def __init__(self, task: str, host: str, device: torch.device) -> None:
+    def __init__(self, host: str, device: torch.device) -> None:
         if device.type != "cpu":
             from unicron_lightning.worker.communication.nccl import check_device
 
             check_device(device)
-        self._task, self._host, self._device = task, host, device
+        self._host, self._device = host, device
         self._lock = threading.Lock()
         self._hub: Hub | None = None
         self._closed = False
@@ -74,7 +73,7 @@ class DataPlane:
 
         cpu = LinkCommunicator(self._links(), epoch, rank, CONNECT_TIMEOUT)
         try:
-            store = dist.PrefixStore("nccl", open_store(self._task, epoch))
+            store = dist.PrefixStore("nccl", open_store(epoch))
         except BaseException:
             cpu.close()
             raise

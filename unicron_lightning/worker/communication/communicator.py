@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -156,34 +157,36 @@ def gather_rows(communicator: Communicator, row: Sequence[float]) -> Tensor:
 def gather_bytes(communicator: Communicator, payload: bytes, tag: str = "") -> list[bytes]:
     """Gather each rank's payload, in rank order, on every rank.
 
-    Uses two all-reduces: of the sizes, and (unless all are empty) of one zero-filled buffer with a part for each rank.
+    Gathers the sizes, and then (unless all are empty) the payloads: as rows if their sizes are similar, else by the sum
+    of one zero-filled buffer with a part for each rank.
 
     Raises:
         ProgramsDiffer: the ranks' tags differ, i.e. they are in different exchanges.
     """
-    header = torch.zeros(2, communicator.world, dtype=torch.int64)
-    header[0, communicator.rank] = len(payload)
-    header[1, communicator.rank] = zlib.crc32(tag.encode())
-    communicator.wait(communicator.all_reduce(header))
-    if len(set(header[1].tolist())) > 1:
+    own = torch.tensor([len(payload), zlib.crc32(tag.encode())])
+    headers = torch.empty(communicator.world, 2, dtype=torch.int64)
+    communicator.wait(communicator.all_gather(headers, own))
+    if len(set(headers[:, 1].tolist())) > 1:
         raise ProgramsDiffer(
             f"this worker is in {tag!r}, but not all others are: the members' scripts have taken different paths"
         )
-    lengths: list[int] = header[0].tolist()
-    total = sum(lengths)
+    lengths: list[int] = headers[:, 0].tolist()
+    width, total = max(lengths), sum(lengths)
     if total == 0:
         return [b""] * communicator.world
+    if width * communicator.world <= 2 * total:
+        row = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
+        rows = torch.empty(communicator.world, width, dtype=torch.uint8)
+        communicator.wait(communicator.all_gather(rows, row))
+        return [row.numpy().tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]
     everything = torch.zeros(total, dtype=torch.uint8)
     start = sum(lengths[: communicator.rank])
     if payload:
         everything[start : start + len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     communicator.wait(communicator.all_reduce(everything))
     data = everything.numpy().tobytes()
-    parts, offset = [], 0
-    for length in lengths:
-        parts.append(data[offset : offset + length])
-        offset += length
-    return parts
+    ends = list(accumulate(lengths))
+    return [data[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def broadcast_bytes(communicator: Communicator, payload: bytes | None, root: int) -> bytes:
