@@ -31,8 +31,8 @@ from unicron_lightning.replica.claims import LACKING, claim_shard, wait_lacking
 from unicron_lightning.replica.layout import ReplicaLayout, ReplicaShape, StateLost, Word, plan_layout
 from unicron_lightning.replica.partners import PartnerWatch
 from unicron_lightning.replica.peers import PeerGroup
-from unicron_lightning.worker.communication.backends import name_key, open_store
 from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle
+from unicron_lightning.worker.communication.store_clients import clients, name_key
 from unicron_lightning.worker.control.thread import EXIT_EXPELLED, Control
 
 logger = logging.getLogger(__name__)
@@ -343,7 +343,7 @@ class ReplicaFabric(Generic[_Shape]):
             place=place.replica,
             shard=place.layout.shards[place.rank],
         )
-        store = dist.PrefixStore("replicas", open_store(epoch))
+        store = dist.PrefixStore("replicas", clients.open(epoch))
         carried = self._inner if replica.carried else None
         host = epoch.members[place.rank].host
         return Channels(grid, store, host, carried, mirrors=self._copies is not None)

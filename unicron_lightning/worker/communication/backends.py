@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import hmac
 import threading
-from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from unicron_lightning import wire
 from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, SoloCommunicator
+from unicron_lightning.worker.communication.store_clients import CONNECT_TIMEOUT, clients
 
 if TYPE_CHECKING:
     from unicron_lightning.worker.communication.links.hub import Hub
-
-CONNECT_TIMEOUT: Final = timedelta(seconds=60)
-"""For all connections of an epoch together."""
-
-
-def name_key(epoch_key: str) -> str:
-    """Derive the unpredictable part of names in the store, which does not reveal the epoch's key."""
-    return hmac.digest(epoch_key.encode(), b"names", "sha256").hex()[:32]
-
-
-def open_store(epoch: wire.Epoch) -> dist.Store:
-    """Open a client of the epoch's store, with an unpredictable prefix, since any host that reaches the store can use
-    it.
-
-    Each use needs its own client: a blocked one would delay the next epoch.
-    """
-    client = dist.TCPStore(epoch.store.host, epoch.store.port, is_master=False, timeout=CONNECT_TIMEOUT)
-    return dist.PrefixStore(f"unicron/{epoch.number}/{name_key(epoch.key)}", client)
 
 
 class DataPlane:
@@ -73,7 +54,7 @@ class DataPlane:
 
         cpu = LinkCommunicator(self._links(), epoch, rank, CONNECT_TIMEOUT)
         try:
-            store = dist.PrefixStore("nccl", open_store(epoch))
+            store = dist.PrefixStore("nccl", clients.open(epoch))
         except BaseException:
             cpu.close()
             raise
@@ -81,6 +62,7 @@ class DataPlane:
 
     def close(self) -> None:
         """Close the links to the other members, after all communicators; idempotent."""
+        clients.close()
         with self._lock:
             self._closed = True
             if self._hub is not None:
