@@ -42,7 +42,7 @@ from unicron_lightning.planner.events import TaskFinished
 from unicron_lightning.planner.explanation import explain
 from unicron_lightning.planner.performance.model import ParallelConfiguration
 from unicron_lightning.planner.placement.placer import Demand, NodeCapacity, NodeState, Placement, place
-from unicron_lightning.planner.quantum import moves_factor
+from unicron_lightning.planner.quantum import move_price
 from unicron_lightning.planner.reward import Curve
 from unicron_lightning.planner.search.options import Columns
 from unicron_lightning.planner.solver import columns_of, solve
@@ -178,7 +178,7 @@ def measure(kind: str, size: str, runs: int, with_plain: bool) -> dict[str, Any]
         "look_up_s": looked_up,
     }
     if with_plain:
-        columns = Columns.join(columns_of(shocked, (), moves_factor(shocked)))
+        columns = Columns.join(columns_of(shocked, (), move_price(shocked)))
         arguments = (columns.starts, columns.units, columns.keys, shocked.num_workers // shocked.unit)
         figures["plain_s"] = times(lambda: plain(*arguments), runs, limit=1.0)
     return figures

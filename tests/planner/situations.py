@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,29 @@ def states(draw: st.DrawFn, *, most_tasks: int = 4, most_workers: int = 9, queue
         node_workers=draw(st.sampled_from([1, 2, 4])),
         running_seconds=draw(st.sampled_from([3.0, 16.0, _falling])),
     )
+
+
+@st.composite
+def tied(draw: st.DrawFn) -> ClusterState:
+    """States in which changes cost nothing, and many plans have equal rewards."""
+    total = draw(st.integers(2, 8))
+    tasks, allocation, left = [], {}, total
+    for name in NAMES[: draw(st.integers(2, 4))]:
+        gains = draw(st.lists(st.integers(0, 3), min_size=1, max_size=total))
+        tasks.append(task(name, np.cumsum([0.0, *gains]).tolist(), transition_seconds=0.0))
+        allocation[name] = draw(st.integers(0, left))
+        left -= allocation[name]
+    return cluster(tasks, total, allocation=allocation, running_seconds=draw(st.sampled_from([1.0, 3.0, 7.0])))
+
+
+def scaled(state: ClusterState, factor: float) -> ClusterState:
+    """The state with every F(t,x) multiplied: the same plans are the best, but sums are no longer exact in binary."""
+    curves = []
+    for curve in state.tasks:
+        flops = tuple(factor * each for each in curve.task.performance.flops)
+        changed = dataclasses.replace(curve.task, performance=Given(flops))
+        curves.append(Curve.of(changed, curve.unit, curve.num_workers))
+    return dataclasses.replace(state, tasks=tuple(curves), queued=(), quantum_flop=0.0)
 
 
 def _falling(num_workers: int) -> float:

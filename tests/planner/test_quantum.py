@@ -14,15 +14,17 @@ from unicron_lightning.planner.solver import columns_of, solve
 
 
 def bound(num_tasks: int, num_units: int) -> float:
-    """Twice the largest rounding error of a plan, as a share of the largest reward."""
+    """The price of a moved unit, as a share of the largest reward; it is above twice the error of a plan."""
     state = cluster([task(f"t{n}", np.arange(1.0 + num_units)) for n in range(num_tasks)], num_units)
     largest = num_units * state.duration_seconds
-    return 2 * (0.75 * num_units + 0.5 * num_tasks) * state.quantum_flop / largest
+    price = quantum.move_price(state)
+    assert price > 2 * (0.75 * num_units + 1.75 * num_tasks)
+    return price * state.quantum_flop / largest
 
 
 def test_the_resolution_is_what_is_promised() -> None:
-    assert 1e-15 < bound(6, 128) < 1e-12
-    assert 1e-12 < bound(256, 12_500) < 4e-9
+    assert 1e-13 < bound(6, 128) < 2e-12
+    assert 1e-12 < bound(256, 12_500) < 6e-11
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -30,17 +32,18 @@ def test_a_plans_keys_add_up_to_its_value_within_the_bound(kind: str) -> None:
     state = shaped(kind, 6, 300, seed=4)
     state = state.adopt(solve(state).allocation)
     state = state.after(state.loss_of(next(iter(state.allocation))))
-    factor = quantum.moves_factor(state)
+    price = quantum.move_price(state)
     plan = solve(state)
     total = 0
-    for curve, column, workers in zip(state.tasks, columns_of(state, (), factor), plan.workers, strict=True):
+    for curve, column, workers in zip(state.tasks, columns_of(state, (), price), plan.workers, strict=True):
         key = int(column.keys[np.searchsorted(column.units, workers)])
-        rounded = -(-key // factor)  # moves are subtracted, and are less than a quantum in total
+        left = state.allocation.get(curve.task.name, 0) - state.lost.get(curve.task.name, 0)
+        rounded = key + price * abs(workers - left)
         total += rounded
         error = abs(rounded - reward_of(state, curve, workers) / state.quantum_flop)
         assert error <= 0.75 * workers + 0.5 + 0.01
     assert abs(total - plan.value / state.quantum_flop) <= 0.75 * 300 + 0.5 * 6
-    assert abs(total) * factor < 2 ** (quantum.KEY_BITS + 1)
+    assert abs(total) < 2**quantum.REWARD_BITS
 
 
 def test_a_coarse_quantum_that_is_given_is_kept_and_a_fine_one_is_not() -> None:

@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.situations import SHAPES, cluster, every_plan, merit, options, plain_best, shaped, states, task
+from planner.situations import (
+    SHAPES,
+    cluster,
+    every_plan,
+    merit,
+    options,
+    plain_best,
+    scaled,
+    shaped,
+    states,
+    task,
+    tied,
+)
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
@@ -36,6 +48,14 @@ def test_equals_brute_force(state: ClusterState) -> None:
         return
     assert merit(plan) == max(merit(other) for other in every_plan(state))
     assert all(x in options(state, curve) for curve, x in zip(state.tasks, plan.workers, strict=True))
+
+
+@given(tied(), st.sampled_from([1.1, 0.7, 1 / 3, 0.1, 1.7e14]))
+@settings(max_examples=400, deadline=None)
+def test_ties_in_real_numbers_go_to_the_fewest_moves(state: ClusterState, factor: float) -> None:
+    plan = solve(scaled(state, factor))
+    if not plan.infeasible:
+        assert merit(dataclasses.replace(plan, state=state)) == max(merit(other) for other in every_plan(state))
 
 
 @given(shocked())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from unicron_lightning.planner.plan import Plan, neighbours
-from unicron_lightning.planner.quantum import moves_factor
+from unicron_lightning.planner.quantum import move_price
 from unicron_lightning.planner.search.exact import best_choices
 from unicron_lightning.planner.search.options import Column
 from unicron_lightning.planner.search.variants import SearchProblem, Variant
@@ -57,7 +57,7 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
     `Plan.tasks` holds the marginal gains of each task by itself; here the other tasks make room or take freed workers.
     """
     state = plan.state
-    columns = columns_of(state, plan.infeasible, moves_factor(state))
+    columns = columns_of(state, plan.infeasible, move_price(state))
     sizes = [
         (index, size)
         for index, (curve, x) in enumerate(zip(state.tasks, plan.workers, strict=True))

@@ -1,17 +1,17 @@
-"""Resolution of rewards.
+"""Resolution of rewards, and the price of a move.
 
 Rewards are rounded to whole multiples of a quantum, so that sums are exact in any order: ties are exact, the order of
-tasks has no effect, and a plan made ahead equals the plan that would be made later. The reward and the number of moved
-workers form one 64-bit integer, a *key*:
+tasks has no effect, and a plan made ahead equals the plan that would be made later. The solver maximises a sum of
+*keys*, 64-bit integers:
 
-    key = round(G / quantum) * W  -  moved units,      W > any sum of moved units
+    key = round(G / quantum)  -  c * moved units,      c > the difference between the rounded rewards of equal plans
 
-Among plans of equal reward the one with fewer moved workers thus has the greater key. F * D_running is rounded by its
-*increments* from size to size (`search.kernels.keys_of`), by at most 0.75 quanta each, which keeps
-concave stretches concave. The rounding error of a plan of n' units on m tasks is hence below 0.75 n' + 0.5 m quanta,
-and the chosen plan's value is at most twice this error below the best one's. The quantum is a small power of two: with
-the default, this bound, as a share of the largest possible reward of n' units, is below 3e-13 for 6 tasks on 128 units
-and below 2e-9 for 256 tasks on 12,500 units.
+F * D_running is rounded by its *increments* from size to size (`search.kernels.keys_of`), by at most 0.75 quanta each,
+which keeps concave stretches concave. The rounding error of a plan of n' units on m tasks is hence below 0.75 n' + 0.75
+m quanta. Rewards that are equal as real numbers can differ by as much again in floating point, by a quantum for each
+task. So among plans of equal reward the one that moves fewest units has the greatest key. In return a plan that moves
+one unit less is preferred to one whose reward is up to c quanta greater, about 1e-16 (4 n' + 8 m) of the largest
+possible reward: 2e-12 for 6 tasks on 128 units, 6e-11 for 256 tasks on 12,500.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from unicron_lightning.planner.state import ClusterState
 
-KEY_BITS = 60
-"""Number of bits of any sum of keys, so that differences and the solver's bounds stay within 64 bits."""
+REWARD_BITS = 51
+"""Number of bits of any sum of rewards in quanta: floating point is accurate to a quarter of a quantum up to here."""
 
 
-def moves_factor(state: ClusterState) -> int:
-    """W: a power of two above the number of units that any plan can move.
-
-    A task moves at most as many units as it has or gets, rounded up.
-    """
-    num_units = -(-max(state.num_workers, sum(state.allocation.values())) // state.unit)
-    return 1 << (2 * num_units + 2 * (len(state.tasks) + len(state.queued)) + 2).bit_length()
+def move_price(state: ClusterState) -> int:
+    """c: quanta that a moved unit costs, a power of two above the difference that rounding makes."""
+    num_tasks = len(state.tasks) + len(state.queued)
+    return 1 << (2 * (state.num_workers // state.unit) + 4 * num_tasks).bit_length()
 
 
 def choose(state: ClusterState) -> float:
@@ -48,7 +45,5 @@ def choose(state: ClusterState) -> float:
     largest = waf * state.duration_seconds + lost
     if largest <= 0.0:
         return state.quantum_flop or 1.0
-    # Rounding adds up to 0.75 quanta per unit; this room is kept free as well.
-    room = (1 << KEY_BITS) // moves_factor(state) - 2 * (state.num_workers // state.unit) - 2 * len(curves)
-    needed = math.ldexp(1.0, math.frexp(largest / room)[1])
+    needed = math.ldexp(1.0, math.frexp(largest)[1] - REWARD_BITS)
     return state.quantum_flop if state.quantum_flop >= needed else 2 * needed

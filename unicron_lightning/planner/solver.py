@@ -2,12 +2,13 @@
 
     maximise  sum_i G(t_i, x'_i)   subject to   sum_i x'_i <= n'              "Unicron", arXiv 2401.00134
 
-Among plans of equal reward (by the resolution of `unicron_lightning.planner.quantum`) the one that moves fewest workers
-is chosen: the sum of abs(x' - x) where x counts the workers that a task still has, in units, rounded up for each task.
+Among plans of equal reward the one that moves fewest workers is chosen: the sum of abs(x' - x) where x counts the
+workers that a task still has, in units, rounded up for each task. `unicron_lightning.planner.quantum` states the
+differences of rewards that count as none.
 Remaining ties are broken by names only, never by the order in which tasks are given:
 
 1. the task of the last event (the state's ``pivot``) takes the fewest workers;
-2. the tasks whose names come before the pivot's have the most reward and then the fewest moved workers;
+2. the tasks whose names come before the pivot's have the most reward and the fewest moved workers, as for all tasks;
 3. each of these in turn, by descending name, takes the fewest workers;
 4. each task after the pivot in turn, by ascending name, takes the fewest workers.
 
@@ -22,7 +23,7 @@ import bisect
 from typing import TYPE_CHECKING
 
 from unicron_lightning.planner.plan import Plan
-from unicron_lightning.planner.quantum import moves_factor
+from unicron_lightning.planner.quantum import move_price
 from unicron_lightning.planner.search.exact import best_choices
 from unicron_lightning.planner.search.minimums import must_pause
 from unicron_lightning.planner.search.options import NOTHING, Column, column
@@ -35,26 +36,26 @@ if TYPE_CHECKING:
 def solve(state: ClusterState) -> Plan:
     """The best plan in ``state``."""
     paused = must_pause(state)
-    columns = columns_of(state, paused, moves_factor(state))
+    columns = columns_of(state, paused, move_price(state))
     problem = SearchProblem.of(columns, state.num_workers // state.unit, [_around_pivot(state, columns)])
     (choice,) = best_choices(problem)
     workers = tuple((choice.units * state.unit).tolist())
     return Plan(state=state, names=state.names, workers=workers, infeasible=paused)
 
 
-def columns_of(state: ClusterState, paused: tuple[str, ...], factor: int) -> list[Column]:
+def columns_of(state: ClusterState, paused: tuple[str, ...], price: int) -> list[Column]:
     """The options of each task of ``state``.
 
     Args:
         state: the situation.
         paused: tasks that have to be paused.
-        factor: W, see `unicron_lightning.planner.quantum`.
+        price: c, see `unicron_lightning.planner.quantum`.
     """
     return [
         column(
             state,
             curve,
-            factor=factor,
+            price=price,
             may_pause=curve.task.may_pause or curve.task.name in paused,
             may_run=curve.task.name not in paused,
         )

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.planner.events import Event, NodesJoined, TaskFinished, TaskLaunched
 from unicron_lightning.planner.plan import Plan
-from unicron_lightning.planner.quantum import moves_factor
+from unicron_lightning.planner.quantum import move_price
 from unicron_lightning.planner.search.exact import best_choices
 from unicron_lightning.planner.search.minimums import must_pause
 from unicron_lightning.planner.search.options import NOTHING, Column, column
@@ -131,23 +131,28 @@ class _Case:
     def key(self) -> tuple[object, ...]:
         """Cases with equal keys are variants of one problem."""
         paused = tuple(name for name in self.paused if name != self.task)
-        return self.state.num_workers, self.state.quantum_flop, paused
+        return self.state.num_workers, self.state.quantum_flop, self.price, paused
 
-    def own_column(self, factor: int) -> Column:
+    @property
+    def price(self) -> int:
+        """The price of a moved unit."""
+        return move_price(self.state)
+
+    def own_column(self, price: int) -> Column:
         """The options of the event's task; `NOTHING` if the task is gone."""
         names = self.state.names
         at = bisect.bisect_left(names, self.task) if self.task is not None else len(names)
         if at == len(names) or names[at] != self.task:
             return NOTHING
-        return _column(self.state, at, self.paused, factor)
+        return _column(self.state, at, self.paused, price)
 
-    def variant(self, names: Sequence[str], factor: int) -> Variant:
+    def variant(self, names: Sequence[str], price: int) -> Variant:
         """The case as a variant of the problem of the tasks ``names``."""
         if self.task is None:
             return Variant(position=len(names), replaces=False, column=NOTHING)
         position = bisect.bisect_left(names, self.task)
         replaces = position < len(names) and names[position] == self.task
-        return Variant(position=position, replaces=replaces, column=self.own_column(factor))
+        return Variant(position=position, replaces=replaces, column=self.own_column(price))
 
     def workers(self, choice: Choice, variant: Variant) -> tuple[int, ...]:
         """The plan in workers."""
@@ -159,10 +164,10 @@ class _Case:
         return tuple(k * self.state.unit for k in units)
 
 
-def _column(state: ClusterState, index: int, paused: tuple[str, ...], factor: int) -> Column:
+def _column(state: ClusterState, index: int, paused: tuple[str, ...], price: int) -> Column:
     curve = state.tasks[index]
     forced = curve.task.name in paused
-    made = column(state, curve, factor=factor, may_pause=curve.task.may_pause or forced, may_run=not forced)
+    made = column(state, curve, price=price, may_pause=curve.task.may_pause or forced, may_run=not forced)
     # A task without options can neither run nor be paused: it ends, which is the event of all cases of the group.
     return made if len(made.units) else NOTHING
 
@@ -171,16 +176,16 @@ def _solve_together(
     state: ClusterState, cases: list[_Case], known: Mapping[bytes, tuple[int, ...]]
 ) -> Iterable[tuple[_Case, bytes, tuple[int, ...]]]:
     """Each case of a group with a digest of its inputs, and its plan in workers."""
-    factor = max(moves_factor(each) for each in (state, *(case.state for case in cases)))
-    columns = _shared_columns(state, cases, factor)
+    price = cases[0].price
+    columns = _shared_columns(state, cases, price)
     num_units = cases[0].state.num_workers // state.unit
-    variants = [case.variant(state.names, factor) for case in cases]
+    variants = [case.variant(state.names, price) for case in cases]
     contents = [each.digest for each in columns]
     found: dict[int, tuple[int, ...]] = {}
     digests = []
     for index, (case, variant) in enumerate(zip(cases, variants, strict=True)):
         others = contents[: variant.position] + contents[variant.after :]
-        terms = (num_units, factor, state.unit, type(case.event).__name__, variant.position, variant.replaces)
+        terms = (num_units, price, state.unit, type(case.event).__name__, variant.position, variant.replaces)
         digests.append(hashlib.blake2b(repr(terms).encode() + b"".join([*others, variant.column.digest])).digest())
         if (workers := known.get(digests[-1])) is not None:
             found[index] = workers
@@ -192,14 +197,14 @@ def _solve_together(
     return [(case, digests[index], found[index]) for index, case in enumerate(cases)]
 
 
-def _shared_columns(state: ClusterState, cases: list[_Case], factor: int) -> list[Column]:
+def _shared_columns(state: ClusterState, cases: list[_Case], price: int) -> list[Column]:
     """The columns shared by the cases of a group: each task's options without an event of its own."""
     if cases[0].state.num_workers == state.num_workers:
-        return [_column(state, index, cases[0].paused, factor) for index in range(len(state.names))]
+        return [_column(state, index, cases[0].paused, price) for index in range(len(state.names))]
     # The number of workers differs from the state's, but the tasks are the same.
     return [
         _column(
-            next((case.state for case in cases if case.task != name), cases[0].state), index, cases[0].paused, factor
+            next((case.state for case in cases if case.task != name), cases[0].state), index, cases[0].paused, price
         )
         for index, name in enumerate(state.names)
     ]

@@ -134,7 +134,8 @@ The largest number needs a baseline whose operators let a task wait for days. It
 - with spare nodes, which every system uses for what the planner would do: with one or two little of trace a's is left;
 - with repairs of hours instead of days (`b_quick`);
 - with the times of torchrun here instead of those published for production;
-- against systems that continue with fewer nodes, such as torchft: 1.01 to 1.06 (next section), whatever the times are;
+- against systems that continue with fewer nodes, such as torchft: 1.00 to 1.06 (next section), whatever the times are;
+- if a change of TP x PP takes longer than the 134 s assumed, which only Unicron is charged;
 - if training with Unicron is slower than without: each per cent of step time is a per cent of WAF
   ([measured](benchmarks.md): none on CPUs; unknown on GPUs).
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from planner.situations import SHAPES, shaped
 
-from unicron_lightning.planner.quantum import moves_factor
+from unicron_lightning.planner.quantum import move_price
 from unicron_lightning.planner.search import exact, kernels
 from unicron_lightning.planner.search.exact import EVERYTHING, best_choices
 from unicron_lightning.planner.search.options import NOTHING, Column
@@ -17,7 +17,7 @@ from unicron_lightning.planner.solver import columns_of
 def problem_of(kind: str, seed: int) -> SearchProblem:
     """Variants of every sort: each column replaced by itself, each taken away."""
     state = shaped(kind, 7, 150, seed)
-    columns = columns_of(state, (), moves_factor(state))
+    columns = columns_of(state, (), move_price(state))
     variants = [Variant(position=i, replaces=True, column=each) for i, each in enumerate(columns)]
     variants += [Variant(position=i, replaces=True, column=NOTHING) for i in range(len(columns))]
     return SearchProblem.of(columns, 150, [*variants, _end(len(columns))])

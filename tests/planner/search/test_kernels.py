@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.situations import every_plan, merit, shape, states
 
-from unicron_lightning.planner.quantum import moves_factor
+from unicron_lightning.planner.quantum import move_price
 from unicron_lightning.planner.search import kernels
 from unicron_lightning.planner.search.exact import EVERYTHING, _bounds, _mark
 from unicron_lightning.planner.search.options import Columns
@@ -40,9 +40,9 @@ def test_slopes_that_floating_point_takes_for_equal_are_told_apart(gain: int, wi
 def values_of(waf: np.ndarray, scale: float) -> np.ndarray:
     """F * D in quanta, as used in the keys."""
     workers = np.arange(1, len(waf) + 1)
-    units, keys = kernels.keys_of(workers, waf, NO_LAYOUTS, scale, 0, 0, 0, 1, 1 << 20, False, 0, 0)
+    units, keys = kernels.keys_of(workers, waf, NO_LAYOUTS, scale, 0, 0, 0, 1, 2, False, 0, 0)
     assert np.array_equal(units, workers)
-    return (keys + workers) // (1 << 20)  # all workers are moved
+    return keys + 2 * workers  # all workers are moved
 
 
 @pytest.mark.parametrize("kind", ["concave", "linear", "stairs", "rising", "wild"])
@@ -65,13 +65,13 @@ def test_rounding_keeps_concave_curves_concave(kind: str, bits: int) -> None:
         assert np.diff(np.rint(waf * scale), 2).max() > 0
 
 
-def test_moving_counts_less_than_a_quantum_and_staying_costs_nothing() -> None:
-    factor = 64
+def test_moving_has_a_price_and_staying_costs_nothing() -> None:
+    price = 64
     units, keys = kernels.keys_of(
-        np.array([2, 4, 6]), np.array([2.0, 4.0, 5.0]), NO_LAYOUTS, 1.0, 3, 4, 4, 2, factor, True, 0, 0
+        np.array([2, 4, 6]), np.array([2.0, 4.0, 5.0]), NO_LAYOUTS, 1.0, 3, 4, 4, 2, price, True, 0, 0
     )
     assert units.tolist() == [0, 1, 2, 3]
-    assert keys.tolist() == [-3 * factor - 2, (2 - 3) * factor - 1, 4 * factor, (5 - 3) * factor - 1]
+    assert keys.tolist() == [-3 - 2 * price, 2 - 3 - price, 4, 5 - 3 - price]
 
 
 def test_part_of_a_unit_that_moves_counts_as_a_whole_one() -> None:
@@ -79,12 +79,12 @@ def test_part_of_a_unit_that_moves_counts_as_a_whole_one() -> None:
     _, keys = kernels.keys_of(
         np.array([2, 4, 8]), np.array([1.0, 1.0, 1.0]), NO_LAYOUTS, 1.0, 0, 4, 3, 2, 64, True, 0, 0
     )
-    assert keys.tolist() == [-2, 64 - 1, 64 - 1, 64 - 3]
+    assert keys.tolist() == [-2 * 64, 1 - 64, 1 - 64, 1 - 3 * 64]
 
 
 def test_an_affected_task_pays_at_every_size() -> None:
     _, keys = kernels.keys_of(np.array([1, 2]), np.array([5.0, 9.0]), NO_LAYOUTS, 1.0, 3, -1, 1, 1, 64, True, 0, 0)
-    assert keys.tolist() == [-3 * 64 - 1, (5 - 3) * 64, (9 - 3) * 64 - 1]
+    assert keys.tolist() == [-3 - 64, 5 - 3, 9 - 3 - 64]
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(-20, 20)), min_size=1, max_size=12))
@@ -108,7 +108,7 @@ def test_the_hull_is_above_all_options_and_bends_down(pairs: list[tuple[int, int
 
 def single(state: ClusterState) -> SearchProblem:
     """The problem of a state, with nothing changed."""
-    columns = columns_of(state, (), moves_factor(state))
+    columns = columns_of(state, (), move_price(state))
     whole = Variant(position=len(columns) - 1, replaces=True, column=columns[-1])
     return SearchProblem.of(columns, state.num_workers // state.unit, [whole])
 

@@ -37,7 +37,7 @@ def keys_of(
     before: int,
     left: int,
     unit: int,
-    factor: int,
+    price: int,
     may_pause: bool,
     layout: int,
     cost_elsewhere: int,
@@ -53,7 +53,7 @@ def keys_of(
         before: x, the number of workers that is kept without cost; -1 if the task is affected.
         left: number of workers that the task still has.
         unit: workers per unit.
-        factor: W, the weight of a quantum in a key.
+        price: quanta that a moved unit costs.
         may_pause: whether zero workers are an option.
         layout: a number for TP x PP of the task's x workers; 0 if unknown.
         cost_elsewhere: ``cost`` of a change into another TP x PP.
@@ -62,7 +62,7 @@ def keys_of(
     units = np.zeros(first + len(workers), dtype=np.int64)
     keys = np.zeros(first + len(workers), dtype=np.int64)
     if may_pause:
-        keys[0] = -((left + unit - 1) // unit) - (cost * factor if before != 0 else 0)
+        keys[0] = -price * ((left + unit - 1) // unit) - (cost if before != 0 else 0)
     value = 0
     increment = 0
     reached = 0.0
@@ -79,7 +79,7 @@ def keys_of(
         gain = value - (cost if workers[n] != before else 0)
         if layout != 0 and len(layouts) > 0 and layouts[n] != 0 and layouts[n] != layout:
             gain = value - cost_elsewhere
-        keys[first + n] = gain * factor - (moved + unit - 1) // unit
+        keys[first + n] = gain - price * ((moved + unit - 1) // unit)
     return units, keys
 
 

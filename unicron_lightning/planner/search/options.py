@@ -74,13 +74,13 @@ class Columns:
         return Columns(starts=counts[self.starts], units=self.units[mask], keys=self.keys[mask])
 
 
-def column(state: ClusterState, curve: Curve, *, factor: int, may_pause: bool, may_run: bool = True) -> Column:
+def column(state: ClusterState, curve: Curve, *, price: int, may_pause: bool, may_run: bool = True) -> Column:
     """The options of one task in ``state``.
 
     Args:
         state: the situation.
         curve: the task's curve.
-        factor: W, see `unicron_lightning.planner.quantum`.
+        price: c, see `unicron_lightning.planner.quantum`.
         may_pause: whether zero workers are an option.
         may_run: whether other numbers of workers are options.
     """
@@ -97,7 +97,7 @@ def column(state: ClusterState, curve: Curve, *, factor: int, may_pause: bool, m
         -1 if name in state.lost else before,
         before - lost,
         state.unit,
-        factor,
+        price,
         may_pause,
         task.layout(before),
         cost_elsewhere,

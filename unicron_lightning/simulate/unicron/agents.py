@@ -183,6 +183,11 @@ class SimAgent:
             self.say(wire.Bye(succeeded=True))
             self.alive = False
 
+    def enters(self, epoch: int) -> None:
+        """Report that its worker has entered an epoch."""
+        fields = {"epoch": epoch}
+        self.say(wire.WorkerEvent(worker=self.worker, name="entered_epoch", at=self.system.shell.time, fields=fields))
+
     def worker_dies(self, known_in: float, cause: str) -> None:
         """Let its worker die, or fail permanently; the death is reported after a number of seconds."""
         self.built = False

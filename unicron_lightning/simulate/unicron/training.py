@@ -214,6 +214,8 @@ class SimTraining:
         seconds = self._stands_for(self._epoch)
         there = [self.granted[member.agent] for member in self._epoch.members if member.agent in self.granted]
         self.members = {agent.place: agent for agent in there}
+        for agent in there:  # at once: until all have, the coordinator lets all pairs of agents probe, for nothing
+            agent.enters(go.epoch)
         self._tell_books()
         self.system.books.counts[f"epochs_{self._epoch.kind}"] += 1
         if self._epoch.kind != "pause":
