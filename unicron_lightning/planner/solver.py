@@ -10,7 +10,7 @@ Remaining ties are broken by names only, never by the order in which tasks are g
 1. the task of the last event (the state's ``pivot``) takes the fewest workers;
 2. the tasks whose names come before the pivot's have the most reward and the fewest moved workers, as for all tasks;
 3. each of these in turn, by descending name, takes the fewest workers;
-4. each task after the pivot in turn, by ascending name, takes the fewest workers.
+4. each task after the pivot in turn, by ascending name, takes the most workers.
 
 Without a pivot all tasks belong to 2.
 

@@ -46,8 +46,8 @@ class Asked:
         self.planning = Planning()
         self._answers: queue.Queue[ev.Planned] = queue.Queue()
 
-    def __call__(self, question: Question) -> ev.Planned:
-        self.planning.ask(question, KNOWN, self._answers.put)
+    def __call__(self, question: Question, known: Knowledge = KNOWN) -> ev.Planned:
+        self.planning.ask(question, known, self._answers.put)
         return self._answers.get(timeout=60)
 
 
@@ -86,6 +86,32 @@ def test_of_equal_jobs_that_wait_the_first_submitted_one_is_next(ask: Asked) -> 
         ask(situation(1, *running, *(job for job in jobs if job.name != started)))
         jobs = [job for job in jobs if job.name != started]
     assert order == ["c", "a", "b"]
+
+
+def test_the_end_of_a_task_starts_the_oldest_of_those_that_wait_as_planned_before(ask: Asked) -> None:
+    ages = {"r": 5.0, "old": 2.0, "new": 7.0, "newest": 9.0}
+    known = replace(KNOWN, performances={name: SublinearModel(rate=1e12) for name in ages})
+    order, jobs = [], [replace(task(name, 0, high=1), since=since) for name, since in ages.items() if name != "r"]
+    running = replace(task("r", 1, high=1), since=ages["r"])
+    while jobs:
+        ask(situation(1, running, *jobs), known)
+        answer = ask(situation(1, *jobs), known)
+        assert answer.foreseen
+        (started,) = (name for name, places in answer.allocation.items() if places)
+        order.append(started)
+        (running,) = (replace(job, runs=True, before=1, left=1) for job in jobs if job.name == started)
+        jobs = [job for job in jobs if job.name != started]
+    assert order == ["old", "new", "newest"]
+
+
+def test_the_launch_of_jobs_after_a_task_is_planned_before(ask: Asked) -> None:
+    a, b, c = task("a", 4), task("b", 2, high=2), replace(task("c", 0), since=1.0)
+    running = replace(situation(6, a, b), coming=(("a", (c,)),))
+    ask(running)
+    answer = ask(situation(6, b, c))
+    assert (answer.allocation, answer.foreseen) == ({"b": 2, "c": 4}, True)
+    ask(running)
+    assert not ask(situation(6, b, replace(c, weight=0.5))).foreseen, "the job is another one than expected"
 
 
 def test_what_was_not_foreseen_is_planned_at_once(ask: Asked) -> None:

@@ -11,6 +11,7 @@ from coordinator.fake_daemon import FakeDaemon, job
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.places import competing_tasks
+from unicron_lightning.coordinator.allocation.plans import standing
 from unicron_lightning.coordinator.orders.jobs import job_status, refusal
 from unicron_lightning.coordinator.server.reasons import why_waiting
 from unicron_lightning.jobs import Job, problem
@@ -386,6 +387,23 @@ def test_a_job_comes_after_others_have_succeeded():
     assert "c" in [name for name, _ in daemon.wanted], "another task of the same name does not matter"
     assert in_order(world, job("e", after=["b"])) is None, "it has succeeded already"
     assert "e" not in world.machine.lasting.held
+
+
+def test_the_launch_of_a_job_after_a_task_is_a_situation_that_is_planned_before():
+    world = World()
+    daemon = FakeDaemon(world, "n", "0", "1").connect()
+    together = job("a"), job("b"), job("c", after=["a"]), job("d", after=["a", "b"]), job("e", after=["c"])
+    assert in_order(world, *together) is None
+    world.advance(1.0)
+    slots = dict(daemon.wanted)
+    agents = {name: runs(world, daemon, name, slot) for name, slot in slots.items()}
+    now = standing(world.machine.cluster)
+    assert [(name, [each.name for each in jobs]) for name, jobs in now.coming] == [("a", ["c"])]
+    (launch,) = now.launches()
+    assert [each.name for each in launch.tasks] == ["b", "c"]
+    world.answers_at_once = False
+    agents["a"].exit()
+    assert [question.situation for question in world.questions] == [launch]
 
 
 def test_what_comes_after_a_failure_fails_with_it_over_a_restart():

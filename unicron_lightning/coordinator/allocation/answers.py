@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from unicron_lightning.coordinator import events as ev
@@ -131,13 +131,15 @@ class Planning:
         )
 
     def _plan_ahead(self, standing: Question, known: Knowledge) -> None:
+        from unicron_lightning.planner.solver import solve
         from unicron_lightning.planner.table import PlanTable
 
         state = state_of(standing, known)
         before = self._ahead
         if before is None or before.state.fingerprint != state.fingerprint or before.standing != standing:
             table = PlanTable.of(state, before.table if before is not None else None)
-            self._ahead = Ahead(standing=standing, state=state, table=table)
+            launches = {each: solve(state_of(each, known)) for each in standing.launches()}
+            self._ahead = Ahead(standing=standing, state=state, table=table, launches=launches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,23 +150,24 @@ class Ahead:
         standing: the situation that they were made in, in which nothing was to be changed.
         state: the same situation in the planner's terms.
         table: the plans.
+        launches: plans for the launch of jobs when the task that they come after has succeeded, by situation. They
+            differ from ``standing`` by several tasks, so they are not in the table.
     """
 
     standing: Question
     state: ClusterState
     table: PlanTable
+    launches: Mapping[Question, Plan] = field(default_factory=dict)
 
     def plan(self, question: Question) -> Plan | None:
         """Return the plan for a situation that differs by one foreseen event; None for any other.
 
-        The end of a task while several wait is none: among equals the table prefers the newest of the tasks that are
-        newer than the ended one (`unicron_lightning.planner.solver`), and a queue has to advance in its order.
+        Ends and joins start waiting tasks. Among equal ones the oldest is next, as the names for the planner rise with
+        age (`unicron_lightning.planner.solver`).
         """
-        from unicron_lightning.planner.events import TaskFinished
-
         event = event_between(self.standing, question)
-        if event is None or (isinstance(event, TaskFinished) and sum(not task.left for task in question.tasks) > 1):
-            return None
+        if event is None:
+            return self.launches.get(question.situation)
         return self.table.look_up(self.state, event)
 
 

@@ -57,7 +57,7 @@ def review_allocation(cluster: Cluster, turn: Turn) -> None:
 def standing(cluster: Cluster) -> Question | None:
     """Return the present situation, for planning ahead; None if no plan is in force or no alternative exists."""
     places, tasks = usable_places(cluster), competing_tasks(cluster)
-    if len(tasks) < 2 or cluster.lasting.planned != _key(cluster, places, tasks):
+    if len(tasks) + len(cluster.lasting.held) < 2 or cluster.lasting.planned != _key(cluster, places, tasks):
         return None
     question = _question(cluster, cluster.lasting.planned, places, tasks)
     return question if all(task.before == task.left for task in question.tasks) else None
@@ -142,22 +142,34 @@ def _question(cluster: Cluster, key: str, places: Places, tasks: list[Task]) -> 
         key=key,
         num_places=len(places),
         node_places=max(on_node.values(), default=1),
-        tasks=tuple(
-            Competitor(
-                name=task.id,
-                since=task.created_at,
-                weight=task.weight,
-                min_places=task.min_nodes,
-                max_places=_most(task, places),
-                granularity=_step(task, min(len(places), _most(task, places))),
-                runs=_runs(task),
-                may_pause=_may_pause(cluster, task),
-                before=max(lasting.allocation.get(task.id, 0), standing[task.id]),
-                left=standing[task.id],
-            )
-            for task in tasks
-        ),
+        tasks=tuple(_competitor(cluster, task, places, _most(task, places), standing[task.id]) for task in tasks),
+        coming=_coming(cluster, places, tasks),
     )
+
+
+def _competitor(cluster: Cluster, task: Task, places: Places, most: int, left: int) -> Competitor:
+    return Competitor(
+        name=task.id,
+        since=task.created_at,
+        weight=task.weight,
+        min_places=task.min_nodes,
+        max_places=most,
+        granularity=_step(task, min(len(places), most)),
+        runs=_runs(task),
+        may_pause=_may_pause(cluster, task),
+        before=max(cluster.lasting.allocation.get(task.id, 0), left),
+        left=left,
+    )
+
+
+def _coming(cluster: Cluster, places: Places, tasks: list[Task]) -> tuple[tuple[str, tuple[Competitor, ...]], ...]:
+    """Find the held jobs that wait for one competing task only; every job can use the same places as other jobs."""
+    coming: dict[str, list[Competitor]] = {task.id: [] for task in tasks}
+    for name, awaited in cluster.lasting.held.items():
+        if len(awaited) == 1 and awaited[0] in coming and name in cluster.tasks:
+            job = cluster.tasks[name]
+            coming[awaited[0]].append(_competitor(cluster, job, places, job.limit, 0))
+    return tuple((name, tuple(jobs)) for name, jobs in coming.items() if jobs)
 
 
 def _runs(task: Task) -> bool:

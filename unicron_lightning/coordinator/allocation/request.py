@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 
@@ -48,13 +48,15 @@ class Question:
         key: names the situation; the answer repeats it.
         num_places: usable places.
         node_places: places of the largest node, which are lost, or arrive, at the same time.
-        tasks: by name.
+        tasks: in the order of their creation.
+        coming: jobs that will compete as soon as a task, the key, has succeeded.
     """
 
     key: str
     num_places: int
     node_places: int
     tasks: tuple[Competitor, ...]
+    coming: tuple[tuple[str, tuple[Competitor, ...]], ...] = ()
 
     def standing(self, allocation: Mapping[str, int]) -> Question:
         """Return the situation in which the answer ``allocation`` is in force."""
@@ -64,3 +66,14 @@ class Question:
             for places in [allocation[task.name]]
         )
         return replace(self, tasks=tasks)
+
+    @property
+    def situation(self) -> Question:
+        """The question without its name and its future: questions with equal situations have equal answers."""
+        return replace(self, key="", coming=())
+
+    def launches(self) -> Iterator[Question]:
+        """Iterate over the situations in which a task has succeeded, and the jobs that wait for it compete."""
+        for ended, jobs in self.coming:
+            tasks = (*(task for task in self.tasks if task.name != ended), *jobs)
+            yield replace(self.situation, tasks=tuple(sorted(tasks, key=lambda task: (task.since, task.name))))

@@ -177,7 +177,10 @@ def trace(
     values: Ints,
     chosen: Ints,
 ) -> int:
-    """Find the options behind the value of ``row`` with ``budget``; among equals, each task in turn takes fewest units.
+    """Find the options behind the value of ``row`` with ``budget``.
+
+    Among equals, each task in turn takes fewest units in a prefix table, where the last comes first, and most units in
+    a suffix table: earlier tasks come off best in both.
 
     Args:
         starts: as in `fill`, like ``units``, ``keys``, ``lows``, ``row_starts`` and ``values``.
@@ -204,11 +207,10 @@ def trace(
         low, start = lows[row], row_starts[row]
         high = low + row_starts[row + 1] - start - 1
         found = -1
-        for n in range(starts[task], starts[task + 1]):
+        for m in range(starts[task + 1] - starts[task]):
+            n = starts[task + 1] - 1 - m if direction == 1 else starts[task] + m
             left = min(budget - units[n], high)
-            if left < low:
-                break
-            if values[start + left - low] + keys[n] == target:
+            if left >= low and values[start + left - low] + keys[n] == target:
                 found = n
                 break
         if found < 0:
