@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fsdp.judge import SCRIPT, alone, differences, notes
+from fsdp.train import SETTINGS as DEFAULTS
 from system.cluster import Cluster
+
+from unicron_lightning.local_cluster.cluster import LocalCluster
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -52,3 +57,25 @@ def test_two_replicas_of_two_shards_become_one_of_four(tmp_path: Path) -> None:
     found = differences(tmp_path, alone(tmp_path / "alone", {**SETTINGS, "steps": last}), 4)
     assert len(found) == 4 and max(found.values()) < TOLERANCE, found
     assert all(torch.load(path, weights_only=True)["step"] == last for path in tmp_path.glob("final-*.pt"))
+
+
+@pytest.mark.chaos
+def test_a_job_gets_the_shards_that_it_names_for_its_slots(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text(json.dumps({**DEFAULTS, **SETTINGS}))
+    (tmp_path / "schedule.json").write_text("[]")
+    environment = {"OMP_NUM_THREADS": "1"}
+    with LocalCluster(nodes=4, environment=environment, folder=tmp_path) as cluster:
+        command = [str(SCRIPT), str(tmp_path)]
+        cluster.submit("task", command, min_nodes=2, max_nodes=4, layouts={2: [2], 4: [4]})
+        watch = partial(cluster.until, seconds=200.0)
+        watch("the order's end", lambda: notes(tmp_path, "step") and notes(tmp_path, "step")[-1]["replicas"] == 1)
+        (tmp_path / "finish").touch()
+        cluster.wait_state("succeeded", task="task")
+        [ordered], [changed] = (cluster.events(name) for name in ("layout_ordered", "layout_changes"))
+    assert ordered["fields"] == {"shards": 4, "before": {"shards": 2}, "by": "plan"}
+    steps = notes(tmp_path, "step")
+    done = {size: {note["step"] for note in steps if note["replicas"] == size} for size in (1, 2)}
+    assert max(done[2]) == changed["fields"]["step"] and min(done[1]) == changed["fields"]["step"] + 1
+    [last] = {note["step"] for note in notes(tmp_path, "end")}
+    found = differences(tmp_path, alone(tmp_path / "alone", {**SETTINGS, "steps": last}), 4)
+    assert len(found) == 4 and max(found.values()) < TOLERANCE, found

@@ -50,6 +50,7 @@ def test_the_baseline_is_slower_than_llama_3_was() -> None:
         ("byterobust", SimCluster(num_nodes=125, workers_per_node=8), 2.7 * 28),
         ("delta_a100", SimCluster(num_nodes=112, workers_per_node=4), 14753 / 895 * 28),
         ("delta_h100", SimCluster(num_nodes=152, workers_per_node=4), 1764 / 146 * 28),
+        ("stepfun", SimCluster(num_nodes=400, workers_per_node=8), 481 / 348 * 28),
     ],
 )
 def test_presets_have_their_published_rates(name: str, cluster: SimCluster, expected: float) -> None:
@@ -66,7 +67,7 @@ def test_byterobusts_causes_have_their_shares() -> None:
 
 
 def test_all_presets_can_be_simulated() -> None:
-    for name in ("rsc1", "rsc2", "byterobust", "delta_a100", "delta_h100"):
+    for name in ("rsc1", "rsc2", "byterobust", "delta_a100", "delta_h100", "stepfun"):
         (case, *_) = physics.cases_of(("torchft",), 1, f"trace={name}", "trace.days=3")
         assert 0.5 < float(run(case).row["of_ideal"]) <= 1.0
 
