@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import statistics
@@ -265,6 +266,20 @@ def strike(bench: Bench, number: int) -> float:
     return round(1e3 * (last - clients.struck[place] - (RECONNECT_GRACE if kills else 0.0)), 2)
 
 
+def raise_descriptor_limit(agents: int) -> None:
+    """Raise the limit of open files of this process and those that it starts.
+
+    Raises:
+        SystemExit: the hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = agents + 500
+    if soft < needed <= hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    elif needed > hard:
+        sys.exit(f"--agents {agents}: expected a hard limit of open files of {needed} or more (ulimit -Hn), got {hard}")
+
+
 def await_port(port: int) -> None:
     """Wait until the coordinator listens."""
     deadline = time.monotonic() + 60
@@ -329,6 +344,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     options = parser.parse_args()
+    raise_descriptor_limit(options.agents)
     results = [measure(options.agents, n, options.events, options.clients, options.seconds) for n in options.tasks]
     print(table(results))
     if options.json is not None:

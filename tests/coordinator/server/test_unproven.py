@@ -9,13 +9,20 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from coordinator.shell import Coordinator, connected, get, train
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.server import unproven
 from unicron_lightning.coordinator.server.guard import Guard
-from unicron_lightning.coordinator.server.unproven import PROOF_SECONDS, excess, raise_descriptor_limit
+from unicron_lightning.coordinator.server.unproven import (
+    PROOF_SECONDS,
+    UnprovenConnections,
+    excess,
+    raise_descriptor_limit,
+)
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnavailable
 from unicron_lightning.proof import Meeting, authorization
@@ -39,6 +46,20 @@ def test_the_limit_of_open_files_is_raised() -> None:
         assert raise_descriptor_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_the_log_tells_for_how_many_agents_a_low_limit_suffices(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = Guard(Token(secret="s", origin="test"))
+    for limit in (LIMIT, 20_000):
+        monkeypatch.setattr(unproven, "raise_descriptor_limit", lambda limit=limit: limit)
+        watch = UnprovenConnections(web.AppRunner(guard.app()), guard.proven)
+        watch.start()
+        watch.close()
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "descriptors_few limit=128: enough for about 64 agents and daemons"
+    ]
 
 
 def is_closed(connection: socket.socket) -> bool:

@@ -179,8 +179,8 @@ def next_in_line(task: Task, turn: Turn) -> list[Agent]:
 
 
 def _review_grants(task: Task, turn: Turn) -> None:
-    queue = next_in_line(task, turn)
-    if not queue or task.finishing or task.rebuilding:
+    too_few = not task.formed and len(task.agents) < task.min_nodes  # a thousand register one after the other
+    if too_few or task.finishing or task.rebuilding or not (queue := next_in_line(task, turn)):
         return
     if not task.formed:
         if len(queue) >= task.min_nodes:

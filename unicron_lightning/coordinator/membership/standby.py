@@ -73,7 +73,7 @@ def _pass_on(task: Task, turn: Turn) -> bool:
 
     A slot whose agent is away is kept: the agent is either declared lost shortly, or has more to report.
     """
-    if task.finishing or task.rebuilding:
+    if task.finishing or task.rebuilding or not any(agent.warm for agent in task.agents.values()):
         return False
     spare = [agent for agent in next_in_line(task, turn) if agent.all_warm]
     if not spare:

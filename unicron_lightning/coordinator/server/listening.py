@@ -26,6 +26,11 @@ _PLAIN_ANSWER: Final = (
 )
 
 
+BACKLOG: Final = 4096
+"""Connections that may wait to be taken in, if the kernel allows so many: all agents of a restarted coordinator return
+together, and one that finds no room tries again seconds later."""
+
+
 def resolve(host: str, port: int) -> Any:
     """Return the first of the addresses of ``coordinator.host``, as `socket.getaddrinfo` does.
 
@@ -51,7 +56,7 @@ def bind(address: Any) -> socket.socket:
         # Lets a restarted coordinator have its port back while old connections linger in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(endpoint)
-        listener.listen(1024)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         reason = f"can't listen on {endpoint[0]}:{endpoint[1]}: {error.strerror}"

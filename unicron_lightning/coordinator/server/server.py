@@ -45,7 +45,7 @@ from unicron_lightning.coordinator.server.garbage import FullCollections
 from unicron_lightning.coordinator.server.guard import Guard
 from unicron_lightning.coordinator.server.hook import Hook
 from unicron_lightning.coordinator.server.hosts import misplaced
-from unicron_lightning.coordinator.server.listening import TlsDoor, bind, resolve
+from unicron_lightning.coordinator.server.listening import BACKLOG, TlsDoor, bind, resolve
 from unicron_lightning.coordinator.server.liveness import ANSWER, Liveness
 from unicron_lightning.coordinator.server.malformed import request_logger
 from unicron_lightning.coordinator.server.node_orders import NodeOrders
@@ -199,7 +199,7 @@ class Server:
 
     async def _open(self, runner: web.AppRunner) -> None:
         if self._encryption is None:
-            await web.SockSite(runner, self._socket).start()
+            await web.SockSite(runner, self._socket, backlog=BACKLOG).start()
             return
         assert runner.server is not None
         self._door = TlsDoor(self._socket, self._encryption.context, runner.server)

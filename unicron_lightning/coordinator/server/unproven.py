@@ -20,6 +20,10 @@ from aiohttp import web
 logger = logging.getLogger(__name__)
 
 PROOF_SECONDS: Final = 5.0
+FEW_DESCRIPTORS: Final = 4096
+"""Limit of open files below which the coordinator logs for how many agents it suffices."""
+OWN_DESCRIPTORS: Final = 32
+"""Files and sockets of the process itself."""
 LOOK_SECONDS: Final = 0.25
 LOG_SECONDS: Final = 1.0
 _OUT_OF: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -33,6 +37,11 @@ def raise_descriptor_limit() -> int:
     except (OSError, ValueError):
         return soft
     return hard
+
+
+def agents_within(limit: int) -> int:
+    """Return how many agents and daemons the limit of descriptors suffices for: a quarter is kept for others."""
+    return max(0, limit - most_unproven(limit) - OWN_DESCRIPTORS)
 
 
 def most_unproven(limit: int) -> int:
@@ -77,7 +86,14 @@ class UnprovenConnections:
 
     def start(self) -> None:
         """Start watching; log at most once a second that descriptors are exhausted."""
-        raise_descriptor_limit()
+        limit = raise_descriptor_limit()
+        if limit < FEW_DESCRIPTORS:
+            logger.warning(
+                "descriptors_few limit=%d: enough for about %d agents and daemons; raise the hard limit of open files "
+                "(ulimit -Hn, LimitNOFILE) if there will be more",
+                limit,
+                agents_within(limit),
+            )
         asyncio.get_running_loop().set_exception_handler(self._log)
         self._look()
 
@@ -110,5 +126,9 @@ class UnprovenConnections:
         if now - self._told < LOG_SECONDS:
             self._silenced += 1
             return
-        logger.error("descriptors_exhausted error=%s more=%d", error, self._silenced)
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        text = (
+            "descriptors_exhausted limit=%d error=%s more=%d: expected a limit of open files above the number of agents"
+        )
+        logger.error(text, limit, error, self._silenced)
         self._told, self._silenced = now, 0
