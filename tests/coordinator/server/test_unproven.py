@@ -8,6 +8,8 @@ import resource
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -18,6 +20,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator.server import unproven
 from unicron_lightning.coordinator.server.guard import Guard
 from unicron_lightning.coordinator.server.unproven import (
+    LOOK_SECONDS,
     PROOF_SECONDS,
     UnprovenConnections,
     excess,
@@ -60,6 +63,33 @@ async def test_the_log_tells_for_how_many_agents_a_low_limit_suffices(
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
         "descriptors_few limit=128: enough for about 64 agents and daemons"
     ]
+
+
+class Waiting:
+    """A connection without a proof, as aiohttp's server lists it."""
+
+    def __init__(self) -> None:
+        self.transport, self.closed = Guard, False
+
+    def force_close(self) -> None:
+        self.closed = True
+
+
+async def test_time_in_which_the_loop_could_not_run_is_not_counted() -> None:
+    """Else agents that return together would be closed while they wait for their turn, and return again."""
+    now, waiting = 100.0, Waiting()
+    runner: Any = SimpleNamespace(server=SimpleNamespace(connections=[waiting]))
+    watch = UnprovenConnections(runner, Guard(Token(secret="s", origin="test")).proven, lambda: now)
+    watch.start()
+    for _ in range(3):
+        now += 4.0
+        watch.look()
+    assert not waiting.closed
+    while not waiting.closed:
+        now += LOOK_SECONDS
+        watch.look()
+    watch.close()
+    assert 112.0 + PROOF_SECONDS - 4 * LOOK_SECONDS <= now <= 112.0 + PROOF_SECONDS + LOOK_SECONDS
 
 
 def is_closed(connection: socket.socket) -> bool:

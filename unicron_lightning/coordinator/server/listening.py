@@ -26,9 +26,9 @@ _PLAIN_ANSWER: Final = (
 )
 
 
-BACKLOG: Final = 4096
-"""Connections that may wait to be taken in, if the kernel allows so many: all agents of a restarted coordinator return
-together, and one that finds no room tries again seconds later."""
+BACKLOG: Final = 1024
+"""Connections that may wait to be taken in: all agents of a restarted coordinator return together, and one that finds
+no room tries again a second later. A longer queue would not be served within the time that clients allow."""
 
 
 def resolve(host: str, port: int) -> Any:

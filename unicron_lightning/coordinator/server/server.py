@@ -199,7 +199,9 @@ class Server:
 
     async def _open(self, runner: web.AppRunner) -> None:
         if self._encryption is None:
-            await web.SockSite(runner, self._socket, backlog=BACKLOG).start()
+            # asyncio takes in as many connections at once as its own backlog has: few, which get their answers first.
+            await web.SockSite(runner, self._socket).start()
+            self._socket.listen(BACKLOG)
             return
         assert runner.server is not None
         self._door = TlsDoor(self._socket, self._encryption.context, runner.server)

@@ -13,9 +13,12 @@ import logging
 import resource
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
 from aiohttp import web
+
+from unicron_lightning.detection.silence import Lateness
 
 logger = logging.getLogger(__name__)
 
@@ -72,15 +75,20 @@ class UnprovenConnections:
     Args:
         runner: the server's runner, set up.
         proven: transports of connections that have proven the token.
+        clock: time.monotonic(), or a stand-in.
     """
 
-    def __init__(self, runner: web.AppRunner, proven: weakref.WeakSet[Any]) -> None:
+    def __init__(
+        self, runner: web.AppRunner, proven: weakref.WeakSet[Any], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._runner = runner
         self._proven = proven
         self._seen: dict[Any, float] = {}
         self._known: set[Any] = set()
         """Connections found to be proven: ten thousand are there, and few are new."""
         self._timer: asyncio.TimerHandle | None = None
+        self._lateness = Lateness(LOOK_SECONDS, clock())
         self._told = 0.0
         self._silenced = 0
 
@@ -95,16 +103,22 @@ class UnprovenConnections:
                 agents_within(limit),
             )
         asyncio.get_running_loop().set_exception_handler(self._log)
-        self._look()
+        self._lateness = Lateness(LOOK_SECONDS, self._clock())
+        self.look()
 
     def close(self) -> None:
         """Stop watching."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Close connections without a proof that are there for too long, or are too many; again soon."""
+        if self._timer is not None:
+            self._timer.cancel()
         server = self._runner.server
-        now = time.monotonic()
+        now = self._clock()
+        late = self._lateness.fired(now)  # time in which no request could be answered is not counted
+        self._seen = {each: min(now, seen + late) for each, seen in self._seen.items()}
         there = server.connections if server is not None else []
         self._known.intersection_update(there)
         unknown = [each for each in there if each not in self._known]
@@ -115,7 +129,7 @@ class UnprovenConnections:
         for handler in excess(self._seen, now, most_unproven(soft)):
             handler.force_close()
             del self._seen[handler]
-        self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+        self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self.look)
 
     def _log(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -127,8 +141,5 @@ class UnprovenConnections:
             self._silenced += 1
             return
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        text = (
-            "descriptors_exhausted limit=%d error=%s more=%d: expected a limit of open files above the number of agents"
-        )
-        logger.error(text, limit, error, self._silenced)
+        logger.error("descriptors_exhausted limit=%d error=%s more=%d", limit, error, self._silenced)
         self._told, self._silenced = now, 0
