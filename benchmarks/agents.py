@@ -1,6 +1,7 @@
 """Measure a coordinator under many agents: time until the last agent has received the epoch after a failure.
 
-    python benchmarks/agents.py [--agents 1000] [--tasks 10 1] [--events 30] [--clients 1] [--seconds 10] [--json FILE]
+    python benchmarks/agents.py [--agents 1000] [--tasks 10 1] [--events 30] [--clients 1] [--seconds 10]
+        [--limit 270] [--json FILE]
 
 One real coordinator runs on loopback with its store on disk. Client processes (`agent_client`) simulate agents with one
 worker each over real WebSockets: they register, receive grants, join, answer every epoch, send beats, and report
@@ -179,11 +180,11 @@ class Bench:
         self.coordinator.kill()
         self.coordinator.wait()
 
-    def start_agents(self) -> float:
+    def start_agents(self, limit: float = 600.0) -> float:
         """Start all agents; return the seconds until all are members."""
         began = time.monotonic()
         self.clients.start()
-        return self.await_whole(600) - began
+        return self.await_whole(limit) - began
 
     def await_whole(self, seconds: float = 300.0) -> float:
         """Wait until all agents are members of their tasks; return the time of the last one."""
@@ -216,23 +217,25 @@ def wait(clients: Clients, what: str, probe: Any, seconds: float = 300.0) -> Any
     return found
 
 
-def measure(agents: int, tasks: int, events: int, number_of_clients: int, seconds: float) -> Figures:
+def measure(agents: int, tasks: int, events: int, number_of_clients: int, seconds: float, limit: float) -> Figures:
     """Run one coordinator with its clients and collect the figures."""
-    load = os.getloadavg()[0]
+    load, until = os.getloadavg()[0], time.monotonic() + limit
     with Bench(agents, tasks, number_of_clients) as bench:
         clients = bench.clients
-        start_seconds = bench.start_agents()
+        start_seconds = bench.start_agents(limit)
         print(f"started in {start_seconds:.1f} s", file=sys.stderr)
         time.sleep(2)
         quiet = share(psutil.Process(bench.coordinator.pid), seconds)
         busy = share(psutil.Process(clients.processes[0].pid), 2.0)
         clients.read()
         before = clients.bytes_received()
-        times = [strike(bench, number) for number in range(events)]
+        times: list[float] = []
+        while len(times) < events and time.monotonic() < until:
+            times.append(strike(bench, len(times)))
         clients.read()
-        sent = {kind: round(count / max(1, events)) for kind, count in (clients.bytes_received() - before).items()}
+        sent = {kind: round(count / max(1, len(times))) for kind, count in (clients.bytes_received() - before).items()}
         memory = memory_mb(bench.coordinator.pid)
-    about = {"agents": clients.size * tasks, "tasks": tasks, "events": events, "clients": number_of_clients}
+    about = {"agents": clients.size * tasks, "tasks": tasks, "events": len(times), "clients": number_of_clients}
     figures = {"start_s": round(start_seconds, 2), "quiet_cpu": round(quiet, 3), "client_cpu": round(busy, 3), **memory}
     loads = {"load_before": round(load, 2), "load_after": round(os.getloadavg()[0], 2)}
     return {**about, **figures, **loads, "bytes_per_event": sent, "died_ms": times[0::2], "closed_ms": times[1::2]}
@@ -342,10 +345,14 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="observation time of the coordinator under heartbeats only"
     )
+    parser.add_argument(
+        "--limit", type=float, default=270.0, help="seconds for the start, and after which no further failure is caused"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     options = parser.parse_args()
     raise_descriptor_limit(options.agents)
-    results = [measure(options.agents, n, options.events, options.clients, options.seconds) for n in options.tasks]
+    shape = (options.events, options.clients, options.seconds, options.limit)
+    results = [measure(options.agents, n, *shape) for n in options.tasks]
     print(table(results))
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
