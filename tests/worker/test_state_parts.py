@@ -60,6 +60,15 @@ def test_parts_of_different_members_join_to_the_state(number: int) -> None:
     assert torch.equal(found["random"], expected["random"]) and found["seed"] == 7
 
 
+def test_workers_that_have_logged_different_values_stage_the_same_version() -> None:
+    joined_late = {**state(), "metrics": {}}
+    early = {**state(), "metrics": {"val": torch.tensor(1.0)}}
+    assert DividedState.of(early).layout == DividedState.of(joined_late).layout
+    other = state()
+    other["checkpoint"]["state_dict"]["a"] = torch.zeros(50, 40)
+    assert DividedState.of(other).layout != DividedState.of(early).layout
+
+
 def test_parts_are_of_equal_size_and_others_do_not_fit() -> None:
     divided = DividedState.of(state())
     sizes = [divided.size(part, 4) for part in range(1, 4)]

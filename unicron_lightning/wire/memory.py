@@ -23,7 +23,7 @@ class StateVersion(msgspec.Struct, frozen=True, kw_only=True, order=True):
     copies: Size
     """Copies that each part is to have, on different nodes."""
     layout: Digest
-    """SHA-256 of the names, types and shapes of all tensors: parts of different layouts do not fit together."""
+    """SHA-256 of the names, types and shapes of the divided tensors: parts of different layouts do not fit together."""
 
 
 class StateCopy(msgspec.Struct, frozen=True, kw_only=True):

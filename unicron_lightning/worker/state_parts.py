@@ -35,7 +35,8 @@ class DividedState:
     Attributes:
         root: tree and small tensors, as bytes.
         large: the large tensors, on any device.
-        layout: SHA-256 of names, types and shapes of all tensors, in hexadecimal digits.
+        layout: SHA-256 of names, types and shapes of the large tensors, in hexadecimal digits. The small ones, which
+            only the root has, differ between workers that have joined at different steps.
     """
 
     root: bytes
@@ -53,7 +54,8 @@ class DividedState:
         divided = [tensor.nbytes >= LARGE and path.startswith(_EQUAL) for path, tensor in tensors]
         small = [codec.raw(tensor) for (_, tensor), large in zip(tensors, divided, strict=True) if not large]
         sizes = [(tensor.nbytes, large) for (_, tensor), large in zip(tensors, divided, strict=True)]
-        named = [(path, str(tensor.dtype), list(tensor.shape)) for path, tensor in tensors]
+        each = zip(tensors, divided, strict=True)
+        named = [(path, str(tensor.dtype), list(tensor.shape)) for (path, tensor), large in each if large]
         return cls(
             root=pack_parts([msgspec.json.encode(sizes), tree, *small]),
             large=[tensor.detach() for (_, tensor), large in zip(tensors, divided, strict=True) if large],
