@@ -26,7 +26,7 @@ from unicron_lightning.coordinator.incidents.facts import ErrorFact
 from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.membership.slots import revoke
 from unicron_lightning.coordinator.part import Part, on
-from unicron_lightning.coordinator.state import Agent, Task
+from unicron_lightning.coordinator.state import Agent, Task, Worker
 
 ANSWER_SECONDS: Final = 1.5
 """Time to wait for an agent's answer after the probe's own time limit."""
@@ -115,12 +115,14 @@ def _begin(task: Task, turn: Turn, agents: Iterable[Agent], peers: Mapping[str, 
         return
     probing.number += 1
     probing.asked, probing.missed = [agent.id for agent in asked], {}
+    found = {peer.id: peer for agent in asked for peer in peers[agent.id]}
+    known = {  # shared by all orders: there may be millions of pairs
+        peer.id: wire.Peer(agent=peer.id, host=peer.store.host, port=peer.store.port)
+        for peer in found.values()
+        if peer.store is not None and peer.conn is not None
+    }
     for agent in asked:
-        targets = [
-            wire.Peer(agent=peer.id, host=peer.store.host, port=peer.store.port)
-            for peer in peers[agent.id]
-            if peer.store is not None and peer.conn is not None
-        ]
+        targets = [known[peer.id] for peer in peers[agent.id] if peer.id in known]
         turn.send(agent, wire.Probe(number=probing.number, peers=targets, seconds=turn.limits.probe_time))
     turn.timer("probe", turn.limits.probe_time + ANSWER_SECONDS, task=task.id)
 
@@ -190,7 +192,11 @@ def _part(task: Task, turn: Turn, cut: set[Pair]) -> None:
     concerned = [task.agents[agent] for agent in epochs.agents_to_notify(task) if agent in task.agents]
     concerned.sort(key=lambda agent: task.slots.index(agent.id) if agent.id in task.slots else len(task.slots))
     nodes = list(dict.fromkeys(agent.node for agent in concerned))
-    inside = continuing([_candidate(task, node) for node in nodes], cut, _whole_replicas(task))
+    on_node: dict[str, list[Worker]] = {node: [] for node in nodes}
+    for member in task.live_members():
+        if member.node in on_node:
+            on_node[member.node].append(task.workers[member.worker])
+    inside = continuing([_candidate(task, node, there) for node, there in on_node.items()], cut, _whole_replicas(task))
     outside = [node for node in nodes if node not in inside]
     if not outside:
         return
@@ -276,8 +282,7 @@ def _inside(task: Task) -> list[str]:
     return [agent for agent in task.slots if not task.agents[agent].parted]
 
 
-def _candidate(task: Task, node: str) -> Candidate:
-    members = [task.workers[member.worker] for member in task.live_members() if member.node == node]
+def _candidate(task: Task, node: str, members: list[Worker]) -> Candidate:
     holds = any(epochs.holds_state(worker) for worker in members if worker.id in task.established)
     return Candidate(node=node, workers=len(members), holds_state=holds)
 
