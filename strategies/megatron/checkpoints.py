@@ -171,6 +171,8 @@ class GridCheckpoints(CheckpointStore):
         if not shard:
             return HeldCheckpoint(tensors={}, files={})
         copies = None if model.keeper is None else self._copies()
+        if copies is not None and not copies:
+            raise LookupError(f"no copy of this worker's ranges after {self._grid.member.fabric.at} steps")
         return held_checkpoint(model.ddp, model.optimizer, checkpoint, shard[0], copies)
 
     def steady(self) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import msgspec
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from unicron_lightning.checkpoints.client import WriterProcess
 from unicron_lightning.checkpoints.division import blocks, divide, part_writers
-from unicron_lightning.checkpoints.index import REST, is_folder, read_checkpoint
+from unicron_lightning.checkpoints.index import REST, IndexEntry, check_whole, is_folder, read_checkpoint
 from unicron_lightning.checkpoints.messages import VersionFailed, VersionWritten, WriteVersion
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, saved_bytes, stage
 from unicron_lightning.checkpoints.storage import storage_of
@@ -144,6 +145,13 @@ def check(path: Path | str) -> None:
     reader = FsspecReader(path) if "://" in str(path) else dcp.FileSystemReader(path)
     dcp.load(target, storage_reader=reader)
     torch.testing.assert_close(target["state_dict"], state["state_dict"], rtol=0, atol=0)
+
+
+def test_an_index_without_some_elements_is_refused() -> None:
+    half = IndexEntry("a", "f", 0, 1, "float32", (4, 2), (0, 0), (2, 2))
+    check_whole([half, msgspec.structs.replace(half, offsets=(2, 0))])
+    with pytest.raises(ValueError, match="4 elements of a are in no part"):
+        check_whole([half])
 
 
 @pytest.mark.parametrize("nodes", [["a"], ["a", "b", "c"], ["a", "a", "a", "b"]])

@@ -85,7 +85,11 @@ def test_a_worker_dies_with_its_writer_and_then_all_die(name: str, tmp_path: Pat
         path: Path = cluster.watch(lambda: without(checkpoints, lost), "the parts of the others", 120)
         for pid in (victim["pid"], writer):
             os.kill(pid, signal.SIGKILL)
-        cluster.watch(lambda: saved_at(cluster, path), "the complete checkpoint", 60)
+        [saved] = cluster.watch(lambda: saved_at(cluster, path), "the complete checkpoint", 60)
+        listed = cluster.fetch("/v1/tasks/task/checkpoints")
+        assert [each["step"] for each in listed if each["tier"] == "disk" and str(path) in each["holders"]] == [
+            saved["step"]
+        ]
         died = max(note["at"] for note in cluster.notes("step"))
         wait_replicas(cluster, 2, after=died)
         for note in cluster.world():
@@ -96,7 +100,6 @@ def test_a_worker_dies_with_its_writer_and_then_all_die(name: str, tmp_path: Pat
         (restart,) = cluster.events("task_restarts")
         (folder / "finish").touch()
         cluster.wait_end(150, linger=True)
-        [saved] = saved_at(cluster, path)
         newest = max(each["step"] for each in cluster.events("checkpoint_saved") if each["at"] < restart["at"])
         assert not cluster.events("worker.checkpoint_failed")
     assert saved["digest"] == digest_of(str(path))

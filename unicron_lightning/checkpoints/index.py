@@ -8,6 +8,7 @@ in collectives of all ranks. Here each worker describes its part in JSON, and on
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,6 +85,24 @@ def encode_index(pieces: Sequence[IndexEntry], places: Mapping[str, Any]) -> byt
     index.storage_data = {p.index: _StorageInfo(p.file, p.start, p.length) for p in pieces}
     index.version = CURRENT_DCP_VERSION
     return pickle.dumps(index)
+
+
+def check_whole(pieces: Sequence[IndexEntry]) -> None:
+    """Check that the pieces of each tensor have as many elements as the tensor.
+
+    Raises:
+        ValueError: those of a tensor have not.
+    """
+    missing: dict[str, int] = {}
+    for piece in pieces:
+        if piece.dtype is not None:
+            missing.setdefault(piece.name, math.prod(piece.whole))
+            missing[piece.name] -= math.prod(piece.sizes)
+    if found := {name: number for name, number in missing.items() if number}:
+        name, number = next(iter(found.items()))
+        raise ValueError(
+            f"{number} elements of {name} are in no part, or several times in some; {len(found)} such tensors"
+        )
 
 
 def read_whole(folder: str | Path, keys: set[str] | None = None) -> dict[str, Any]:

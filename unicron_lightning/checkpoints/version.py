@@ -19,7 +19,7 @@ from typing import IO, Final, cast
 import msgspec
 import torch
 
-from unicron_lightning.checkpoints.index import IndexEntry, WrittenPart, encode_index
+from unicron_lightning.checkpoints.index import IndexEntry, WrittenPart, check_whole, encode_index
 from unicron_lightning.checkpoints.messages import (
     StagedTensor,
     ToWorker,
@@ -153,6 +153,7 @@ class WritingVersion:
                     file.write(data)
                     pieces.append(IndexEntry(name, storage.prefix + _OBJECTS, start, len(data)))
         places = {name: tuple(place) for name, place in order.places.items()}
+        check_whole(pieces)
         storage.publish({**further, INDEX: encode_index(pieces, places)})
 
     def _digest(self) -> str | None:

@@ -209,15 +209,16 @@ class Mirror:
     def copies(self, version: int) -> dict[int, Stored]:
         """Return the copies of a version in the present layout by their owners, this rank's own first.
 
-        They do not change until `protect` or `hold` is called for the second version after it.
+        There are none if its own is missing. They do not change until `protect` or `hold` is called for the second
+        version after it.
         """
         assert self._ring is not None and self._exchange is not None, "call join first"
         layouts, rank = self._ring.layouts, self._exchange.rank
         with self._lock:
             stored = [s for s in self._stored if (s.holding.version, s.layout) == (version, self._layout)]
         owners = sorted(range(len(layouts)), key=lambda owner: owner != rank)
-        found = ((owner, s) for owner in owners for s in stored if s.holding.pieces == layouts[owner])
-        return dict(found)
+        found = {owner: s for owner in owners for s in stored if s.holding.pieces == layouts[owner]}
+        return found if rank in found else {}
 
     def abort(self, reason: str) -> None:
         """Release a `settle` or an exchange in progress; from any thread."""
