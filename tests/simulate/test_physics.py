@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -264,3 +265,9 @@ def test_a_table_keeps_what_a_fault_strikes_and_how_slow_it_is() -> None:
 def test_faults_that_contradict_themselves_are_refused(values: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         TraceFault(at=1.0, node=0, **values)
+
+
+def test_a_recovery_takes_longer_with_more_workers() -> None:
+    plain, growing = one("unicron", DIES), one("unicron", DIES, extra={"doubling": 10.0})
+    seconds = 10.0 * (math.log2(20 / 4) + math.log2(24 / 4))  # it continues without the node, which joins again
+    assert growing.lost["transition"] - plain.lost["transition"] == pytest.approx(24 * seconds)

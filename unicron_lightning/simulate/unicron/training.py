@@ -7,6 +7,7 @@ dead workers' part of it is lost. One of them reports the first finished step.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -28,6 +29,8 @@ _TELLS: Final[dict[str, str]] = {
     "restart": "started",
 }
 """Event of the first finished step in an epoch, by kind."""
+MEASURED_WORKERS: Final = 4
+"""Workers of the tasks whose changes were measured; more of them take longer (docs/scale.md)."""
 _DIGEST: Final = "0" * 64
 """Digest of simulated checkpoints."""
 
@@ -238,7 +241,13 @@ class SimTraining:
                 return
 
     def _stands_for(self, epoch: wire.Epoch) -> float:
-        """Return the seconds from an epoch's `Go` until steps are made in it."""
+        """Return the seconds from an epoch's `Go` until steps are made in it; they grow with log2 of the workers."""
+        workers = len(epoch.members) * self.system.cluster.place_workers
+        growth = self.costs.extra.get("doubling", 0.0) * math.log2(max(1.0, workers / MEASURED_WORKERS))
+        return growth + self._changes_for(epoch)
+
+    def _changes_for(self, epoch: wire.Epoch) -> float:
+        """Return the seconds for `MEASURED_WORKERS` workers."""
         costs = self.costs
         if epoch.kind == "fail":
             return costs.takes("continue" if self._died else "reattempt")
