@@ -109,6 +109,13 @@ class Clients:
         stdin.write(json.dumps(order).encode() + b"\n")
         stdin.flush()
 
+    def pause(self, seconds: float) -> None:
+        """Read reports for some time: a client whose pipe is full stands still."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            self.read()
+
     def read(self) -> None:
         """Read the clients' new reports."""
         for number, process in enumerate(self.processes):
@@ -224,9 +231,9 @@ def measure(agents: int, tasks: int, events: int, number_of_clients: int, second
         clients = bench.clients
         start_seconds = bench.start_agents(limit)
         print(f"started in {start_seconds:.1f} s", file=sys.stderr)
-        time.sleep(2)
-        quiet = share(psutil.Process(bench.coordinator.pid), seconds)
-        busy = share(psutil.Process(clients.processes[0].pid), 2.0)
+        clients.pause(2.0)
+        quiet = share(psutil.Process(bench.coordinator.pid), clients, seconds)
+        busy = share(psutil.Process(clients.processes[0].pid), clients, 2.0)
         clients.read()
         before = clients.bytes_received()
         times: list[float] = []
@@ -265,7 +272,7 @@ def strike(bench: Bench, number: int) -> float:
 
     last = wait(clients, f"the epoch after {before} of {task}", told)
     bench.await_whole()
-    time.sleep(0.5)
+    clients.pause(0.5)
     return round(1e3 * (last - clients.struck[place] - (RECONNECT_GRACE if kills else 0.0)), 2)
 
 
@@ -296,10 +303,10 @@ def await_port(port: int) -> None:
             return
 
 
-def share(process: psutil.Process, seconds: float) -> float:
+def share(process: psutil.Process, clients: Clients, seconds: float) -> float:
     """CPU time of a process over an interval, as a share of one core."""
     before = process.cpu_times()
-    time.sleep(seconds)
+    clients.pause(seconds)
     after = process.cpu_times()
     return (after.user + after.system - before.user - before.system) / seconds
 
