@@ -57,7 +57,7 @@ class Membership:
         session.check_fit(state["fit"])
         strategy.comparison.add_data(strategy.loaders.training)
         strategy.comparison.check(state.get("described"))
-        strategy.seed = state["seed"]
+        strategy.seed, strategy.memory.previous = state["seed"], state["boundary"]
         join_state.receive(trainer, state)
         self._arrival, self._parts = state, join.parts
         if session.control is not None:
@@ -151,4 +151,5 @@ class Membership:
             **join_state.loop_state(trainer, strategy.agreed, strategy.seed, strategy.session.fits),
             **strategy.parallelism.state(trainer),
             "described": strategy.comparison.described,
+            "boundary": strategy.memory.previous,
         }

@@ -56,11 +56,14 @@ class StateMemory:
     Attributes:
         every_n_steps: steps between two versions; 0 for none.
         partners: copies of each part on other nodes.
+        previous: steps at the boundary before, which a joiner receives; None before the first. With manual optimization
+            there may be several steps between two boundaries.
     """
 
     def __init__(self, strategy: FaultTolerantStrategy) -> None:
         self.every_n_steps = 0
         self.partners = 0
+        self.previous: int | None = None
         self._strategy = strategy
         self._staging: Staging | None = None
         self._failing = False
@@ -76,8 +79,9 @@ class StateMemory:
             state: returns this worker's state for a joiner.
         """
         engine, division = self._strategy.engine, self._strategy.parallelism.division
-        control = engine.control
-        if not self.every_n_steps or control is None or engine.step == 0 or engine.step % self.every_n_steps:
+        control, every, step = engine.control, self.every_n_steps, engine.step
+        before, self.previous = step - 1 if self.previous is None else self.previous, step
+        if not every or control is None or step == 0 or step // every == before // every:
             return
         if self._staging is None:
             self._staging = Staging(control)
@@ -129,7 +133,7 @@ class StateMemory:
         if self._staging is not None:
             self._staging.close()
             self._staging = None
-        self.every_n_steps = 0
+        self.every_n_steps, self.previous = 0, None
 
     # ---- restoring
 
