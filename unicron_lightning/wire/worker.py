@@ -45,7 +45,7 @@ class WorkerReady(Message, frozen=True, kw_only=True, tag="worker_ready"):
     the worker waits. A founder whose role changes sends the message again. For the sum of the members' reports (`Go`)
     it has ``position`` (operations completed), ``operation`` (name of the one in progress), and ``report``: an object
     with lists of numbers ``finished`` (micro-batches, or batches) and ``reduced`` (buckets), either may be missing. The
-    rest of ``report``, and ``about`` (a description for the other members), are opaque to the coordinator.
+    rest of ``report`` is opaque to the coordinator.
     """
 
     worker: Id
