@@ -12,6 +12,7 @@ from coordinator.membership.test_replicas import agents, start
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.orders.relayout import refusal
+from unicron_lightning.coordinator.severity.workflow import ATTEMPT_SECONDS
 from unicron_lightning.jobs import Job
 
 SLICES = wire.Layout(tensor=2, pipeline=1)
@@ -180,6 +181,7 @@ def test_a_layout_in_which_a_worker_fails_twice_is_given_up() -> None:
 
 def fail_and_return(world: World, name: str, step: int) -> None:
     """A member fails, the others continue from that step, and its successor joins them if permitted."""
+    world.advance(2 * ATTEMPT_SECONDS)
     settle_all(world, step)
     agents(world)[name].die(cause="exit", code=77)
     settle_all(world, step)
