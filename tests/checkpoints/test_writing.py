@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import signal
@@ -286,3 +287,12 @@ def test_a_writer_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
     finally:
         client.close(1.0)
     assert not [each for each in threading.enumerate() if each.name == "unicron-checkpoints"]
+
+
+def test_saved_values_are_what_torch_saves() -> None:
+    """Also the second time, and for values that are equal and of other types."""
+    values = [1, 1.0, True, "1", None, (0.9, 0.999), (1, True), (1.0, 1), [1, 2], {"a": 1}, float("inf"), ()]
+    for value in values * 2:
+        read = torch.load(io.BytesIO(saved_bytes(value)), weights_only=True)
+        assert read == value and type(read) is type(value)
+        assert not isinstance(value, tuple) or [*map(type, read)] == [*map(type, value)]

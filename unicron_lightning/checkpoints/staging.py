@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -18,6 +18,12 @@ from unicron_lightning.checkpoints.messages import StagedPart, StagedTensor, Wri
 from unicron_lightning.checkpoints.version import tensor_in
 from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 from unicron_lightning.worker.operations import pack_parts
+
+_SIMPLE: Final = (bool, int, float, str, type(None))
+_LONGEST_KEY: Final = 200
+_MOST_KNOWN: Final = 1000
+_known: Final[dict[str, bytes]] = {}
+"""What torch.save writes for simple values, by their representations, which tell 1 from 1.0 and True."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,9 @@ class HeldCheckpoint:
     def whole(cls, state: Mapping[str, Any], rest: Mapping[str, Any]) -> HeldCheckpoint:
         """Describe a nested state that this worker holds as a whole."""
         flat, places = flatten_state_dict(dict(state))
-        tensors = {name: each.detach() for name, each in flat.items() if _is_plain(each)}
+        tensors = {
+            name: each.detach() if each.requires_grad else each for name, each in flat.items() if _is_plain(each)
+        }
         return cls(
             tensors={
                 "": [HeldTensor(name, each, tuple(each.shape), (0,) * each.dim()) for name, each in tensors.items()]
@@ -155,10 +163,19 @@ def stage(
 
 
 def saved_bytes(value: Any) -> bytes:
-    """Return what torch.save writes."""
+    """Return what torch.save writes; the same numbers and words, such as an optimizer's settings, are saved often."""
+    items = value if type(value) is tuple else (value,)
+    key = repr(value) if all(type(item) in _SIMPLE for item in items) else None
+    if key is not None and (known := _known.get(key)) is not None:
+        return known
     file = io.BytesIO()
     torch.save(value, file)
-    return file.getvalue()
+    saved = file.getvalue()
+    if key is not None and len(key) <= _LONGEST_KEY:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = saved
+    return saved
 
 
 def _is_plain(value: Any) -> bool:
