@@ -16,7 +16,6 @@ replaced. All times are in ms after the kill, for the last of the survivors:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -25,7 +24,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+
+from event_logs import Event, EventReader, wait_event
 
 from unicron_lightning.cli.client import fetch
 from unicron_lightning.local_cluster.processes import Processes, free_port
@@ -33,7 +33,6 @@ from unicron_lightning.local_cluster.processes import Processes, free_port
 HERE = Path(__file__).resolve().parent
 START_SECONDS, RECOVER_SECONDS = 300.0, 60.0
 TIMES = ("notified", "stopped", "go", "connected", "step")
-Event = dict[str, Any]
 
 
 class Run:
@@ -51,41 +50,16 @@ class Run:
             "UNICRON_STATE_DIR": str(folder.resolve() / "coordinator"),
         }
         self.processes = Processes(folder, environment, inside=True)
-        self.events: list[Event] = []
-        self._read: dict[Path, int] = {}
+        self.logs = EventReader(self.processes.folder)
         torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node=1", "--max-restarts=0"]
         torchrun += [f"--nnodes={max(1, workers - kills)}:{workers}", "--rdzv-backend=unicron", "--rdzv-id=curve"]
         torchrun += [f"--rdzv-endpoint=127.0.0.1:{self.port}"]
         for number in range(workers):
             self.processes.start(f"agent{number}", [*torchrun, f"--rdzv-conf=node=n{number}", HERE / "job_light.py"])
 
-    def poll(self) -> list[Event]:
-        """Read the new events since the last call."""
-        new: list[Event] = []
-        for path in self.processes.folder.glob("worker_*.jsonl"):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                data = file.read()
-            end = data.rfind(b"\n") + 1
-            self._read[path] = self._read.get(path, 0) + end
-            new += [json.loads(line) for line in data[:end].splitlines()]
-        new.sort(key=lambda event: event["t"])
-        self.events += new
-        return new
-
     def wait(self, wanted: Callable[[Event], bool], seconds: float) -> Event:
-        """Wait for a new event.
-
-        Raises:
-            TimeoutError: none came in time; the message names the folder of the logs.
-        """
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            for event in self.poll():
-                if wanted(event):
-                    return event
-            time.sleep(0.01)
-        raise TimeoutError(f"nothing for {seconds:g} s; logs in {self.processes.folder}")
+        """Wait for a new event; see `event_logs.wait_event`."""
+        return wait_event(self.logs.poll, wanted, seconds, told=f"logs in {self.processes.folder}")
 
     def kill_one(self, world: int) -> dict[str, float]:
         """Kill a worker in the middle of a step; return the times in ms, and the number of repeated micro-batches."""
@@ -104,11 +78,11 @@ class Run:
 
         self.wait(all_finished, RECOVER_SECONDS)
         time.sleep(0.1)
-        self.poll()
+        self.logs.poll()
         return self._times(at, victim["step"])
 
     def _times(self, at: float, step: int) -> dict[str, float]:
-        after = [event for event in self.events if event["t"] > at]
+        after = [event for event in self.logs.events if event["t"] > at]
         steps = [e for e in after if e["event"] == "step" and e["step"] == step]
         moments: dict[str, Iterable[float]] = {
             "notified": (e["t"] for e in after if e["event"] == "notified"),
@@ -118,7 +92,7 @@ class Run:
             "step": (e["t"] for e in steps),
         }
         times = {name: 1e3 * (max(found) - at) for name, found in moments.items()}
-        done = [e["micro"] for e in self.events if e["event"] == "micro" and e["step"] == step]
+        done = [e["micro"] for e in self.logs.events if e["event"] == "micro" and e["step"] == step]
         return {**times, "repeated": len(done) - len(set(done))}
 
     def _entered(self, at: float) -> list[Event]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import workload
+from event_logs import Event
 
-Event = dict[str, Any]
 Figures = dict[str, Any]
 
 

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-from measure import Event, Figures, Kill, largest_gap, recovery, started_at, summary, typical_step
+from event_logs import Event, EventReader, wait_event
+from measure import Figures, Kill, largest_gap, recovery, started_at, summary, typical_step
 from workload import WORKERS
 
 from unicron_lightning.cli.client import fetch
@@ -56,10 +57,8 @@ class Run:
 
     def __init__(self, system: str, folder: Path, python: Path) -> None:
         self.system = system
-        self.events: list[Event] = []
         self.port = free_port()
         self._bin = python
-        self._read: dict[Path, int] = {}
         self._born: dict[int, float] = {}
         environment = {
             "OMP_NUM_THREADS": "1",
@@ -72,6 +71,8 @@ class Run:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         self.processes = Processes(folder, environment, inside=True)
+        self._logs = EventReader(self.processes.folder)
+        self.events = self._logs.events
 
     def start(self) -> None:
         """Start all agents and the system's further processes."""
@@ -103,34 +104,15 @@ class Run:
 
     def poll(self) -> list[Event]:
         """Read the new events since the last call."""
-        new: list[Event] = []
-        for path in self.processes.folder.glob("worker_*.jsonl"):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                data = file.read()
-            end = data.rfind(b"\n") + 1
-            self._read[path] = self._read.get(path, 0) + end
-            new += [json.loads(line) for line in data[:end].splitlines()]
+        new = self._logs.poll()
         for event in new:
             if event["event"] == "started" and psutil.pid_exists(event["pid"]):
                 self._born[event["pid"]] = started_at(event["pid"])
-        new.sort(key=lambda event: event["t"])
-        self.events += new
         return new
 
     def wait_event(self, wanted: Callable[[Event], bool], seconds: float) -> Event:
-        """Wait for the first new event that ``wanted`` accepts.
-
-        Raises:
-            TimeoutError: no such event arrived in time; the message names the folder of the logs.
-        """
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            for event in self.poll():
-                if wanted(event):
-                    return event
-            time.sleep(0.002)
-        raise TimeoutError(f"{self.system}: nothing for {seconds:g} s; logs in {self.processes.folder}")
+        """Wait for a new event; see `event_logs.wait_event`."""
+        return wait_event(self.poll, wanted, seconds, told=f"{self.system}, logs in {self.processes.folder}")
 
     def wait_kill_point(self) -> Event:
         """Wait until the victim has finished its micro-batch in a world that has been complete for ten steps."""

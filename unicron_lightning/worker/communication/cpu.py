@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from unicron_lightning import wire
-from unicron_lightning.worker.communication.communicator import Handle
+from unicron_lightning.worker.communication.communicator import Handle, gather_bytes
 from unicron_lightning.worker.communication.gloo import GlooCommunicator
-from unicron_lightning.worker.communication.gloo_addresses import ADDRESS_BYTES
 from unicron_lightning.worker.communication.links.communicator import LinkCommunicator
 from unicron_lightning.worker.communication.links.hub import Hub
 from unicron_lightning.worker.communication.links.session import LinkHandle
@@ -44,7 +43,9 @@ class CpuCommunicator:
         self._links = LinkCommunicator(hub, epoch, rank, timeout)
         self._used_gloo = False
         try:
-            self._gloo = GlooCommunicator(self._exchange, rank, self.world, host, gate=self._links.gate)
+            self._gloo = GlooCommunicator(
+                partial(gather_bytes, self._links), rank, self.world, host, gate=self._links.gate
+            )
         except BaseException:
             self._links.close()
             raise
@@ -77,11 +78,3 @@ class CpuCommunicator:
             return self._links
         self._used_gloo = True
         return self._gloo
-
-    def _exchange(self, addresses: bytes) -> list[bytes]:
-        row = len(addresses).to_bytes(2, "big") + addresses
-        sent = torch.frombuffer(bytearray(row.ljust(2 + ADDRESS_BYTES, b"\0")), dtype=torch.uint8)
-        received = torch.empty(self.world, 2 + ADDRESS_BYTES, dtype=torch.uint8)
-        self._links.wait(self._links.all_gather(received, sent))
-        rows = [row.numpy().tobytes() for row in received]
-        return [row[2 : 2 + int.from_bytes(row[:2], "big")] for row in rows]

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Final
 
 import msgspec
 import torch.distributed as dist
 
 from unicron_lightning.worker.communication import sockets
 
-ADDRESS_BYTES: Final = 512
-"""Largest size of a member's addresses."""
-MOST_LISTENING: Final = 4
-"""Most listening addresses that a member names: gloo uses one, other threads may have begun to listen meanwhile."""
 Exchange = Callable[[bytes], Sequence[bytes]]
-"""Gives the other members up to `ADDRESS_BYTES` of this one, and returns those of all, in rank order."""
+"""Gives the other members this one's bytes, and returns those of all, in rank order."""
 
 
 class Addresses(msgspec.Struct, frozen=True, array_like=True):
     """Addresses of one member."""
 
     listening: list[tuple[str, int]]
-    """Of its sockets; each connection of the group ends at one of some member."""
+    """Of its sockets, and of those that other threads opened meanwhile: each connection of the group ends at one of
+    some member.
+    """
     written: dict[str, bytes]
     """Keys and values that gloo has written to the store."""
 
@@ -44,12 +41,9 @@ class AddressStore(dist.Store):
         """Exchange the members' addresses; return those on which they listen.
 
         Raises:
-            ValueError: this member's are too long.
             CommunicatorAborted: a member was lost.
         """
-        own = msgspec.msgpack.encode(Addresses(list(listening)[:MOST_LISTENING], self._own))
-        if len(own) > ADDRESS_BYTES:
-            raise ValueError(f"gloo's addresses take {len(own)} bytes: expected at most {ADDRESS_BYTES}")
+        own = msgspec.msgpack.encode(Addresses(list(listening), self._own))
         members = [msgspec.msgpack.decode(each, type=Addresses) for each in exchange(own)]
         self._all = {key: value for member in members for key, value in member.written.items()}
         return {address for member in members for address in member.listening}
