@@ -344,10 +344,11 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
         """Add to Lightning's checkpoint of a fit the values logged in its epoch."""
-        if self._trainer is not None and "optimizer_states" in checkpoint:
-            checkpoint[join_state.LOGGED] = join_state.logged(self._trainer)
+        if "loops" in checkpoint:
             # Empty, and refused by Lightning's own strategies, whose loaders have none.
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+        if self._trainer is not None and "optimizer_states" in checkpoint:
+            checkpoint[join_state.LOGGED] = join_state.logged(self._trainer)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

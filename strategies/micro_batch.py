@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from unicron_lightning.data.loader import GlobalBatch
@@ -83,6 +84,10 @@ class Effects:
         self.norms.finish_micro_batch()
         self.metrics.finish_micro_batch(number)
         self.buffers.finish_micro_batch(number)
+
+
+class NoLoss(ConfigError, MisconfigurationException):
+    """A `training_step` returned neither a loss nor None; Lightning's own loop raises its second base."""
 
 
 class Results(Protocol):
@@ -168,17 +173,17 @@ class MicroBatches:
             return None
         dtype = logged_dtype(self._strategy.precision_plugin) or torch.get_default_dtype()
         mean = torch.tensor(loss, device=self._strategy.root_device, dtype=dtype)
-        if isinstance(self._last_output, dict):
+        if isinstance(self._last_output, Mapping):
             return {**self._last_output, "loss": mean}
         return mean
 
     def _loss(self, output: Any) -> Tensor | None:
-        loss = output.get("loss") if isinstance(output, dict) else output
+        loss = output.get("loss") if isinstance(output, Mapping) else output
         if output is None and self._skips:
             return None
         if not isinstance(loss, Tensor):
             expected = ", or None to skip the micro-batch" if self._skips else ""
-            raise ConfigError(
+            raise NoLoss(
                 f"training_step returned {output!r}; expected a loss tensor, or a dict with one as 'loss'{expected}"
             )
         return loss

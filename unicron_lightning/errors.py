@@ -2,6 +2,7 @@
 
     UnicronError
     ├── ConfigError (also ValueError)       a value given by the user is wrong
+    │   ├── NoLoss (strategies.micro_batch)  training_step returned neither a loss nor None
     │   └── CheckpointsChanged (strategies.resuming)  no checkpoint of the task is as it was written
     ├── PortInUse                           another program listens on the coordinator's address
     ├── SessionRefused                      the coordinator refuses this agent

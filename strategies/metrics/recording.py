@@ -20,8 +20,10 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultCollection,
     _ResultMetric,
     _Sync,
+    warning_cache,
 )
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
@@ -146,6 +148,8 @@ class RecordingResults(_ResultCollection):
             call = LogCall(options=options, value=None, weight=1.0, metric=kwargs.get("metric_attribute"))
         else:
             weight = self._weight(options, kwargs.get("batch_size"))
+            if isinstance(value, Tensor) and not value.is_floating_point():
+                self._warn_of_type(options, value)
             call = LogCall(options=options, value=torch.as_tensor(value).detach(), weight=weight)
         self._calls.append(call)
 
@@ -256,6 +260,16 @@ class RecordingResults(_ResultCollection):
             kwargs["batch_size"] = self.batch.num_samples()  # a rank's own part depends on the present world
         super().log(fx, name, value, *args, **kwargs)
 
+    def _warn_of_type(self, options: Options, value: Tensor) -> None:
+        """Give Lightning's warning about a logged tensor of integers."""
+        fx, name, dtype = options[0], options[1], self._dtype or torch.get_default_dtype()
+        warning_cache.warn(
+            f"You called `self.log({name!r}, ...)` in your `{fx}` but the value needs to be floating to be reduced."
+            f" Converting it to {dtype}. You can silence this warning by converting the value to floating point"
+            " yourself. If you don't intend to reduce the value (for instance when logging the global step or epoch)"
+            f" then you can use `self.logger.log_metrics({{{name!r}: ...}})` instead."
+        )
+
     def _forget_local(self) -> bool:
         """Return whether values stay on this rank. When that changes, values logged with other options are dropped."""
         local = self._is_local()
@@ -304,7 +318,10 @@ def _reduction_name(function: Any) -> str:
     name = function if isinstance(function, str) else getattr(function, "__name__", str(function))
     name = {"avg": "mean", "amax": "max", "amin": "min"}.get(name, name)
     if name not in ("mean", "sum", "min", "max"):
-        raise ValueError(f"self.log(reduce_fx={function!r}) is not supported; expected mean, sum, min or max")
+        raise MisconfigurationException(
+            "Only `self.log(..., reduce_fx={min,max,mean,sum})` are supported. If you need a custom reduction, please "
+            f"log a `torchmetrics.Metric` instance instead. Found: {function}"
+        )
     return name
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, PassLoader, StepLoader, TrainingLoader
@@ -22,6 +23,26 @@ from unicron_lightning.worker.operations import Agreement, unpack_parts
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+
+
+_BEFORE_TRANSFER: Final = "_on_before_batch_transfer"
+
+
+class _BeforeTransfer:
+    """A module's ``_on_before_batch_transfer`` that leaves global batches as they are: their samples follow in each
+    micro-batch. A copy does only what the module's own does.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+
+    def __call__(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, GlobalBatch):
+            return batch
+        return type(self._module)._on_before_batch_transfer(self._module, batch, dataloader_idx)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return partial, (type(self._module)._on_before_batch_transfer, self._module)
 
 
 class Loaders:
@@ -49,6 +70,9 @@ class Loaders:
             self._trainer = trainer
             self._samples = trainer._accelerator_connector.use_distributed_sampler
         trainer._accelerator_connector.use_distributed_sampler = False
+        sources = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+        if any(is_overridden("on_before_batch_transfer", source) for source in sources):
+            vars(trainer.lightning_module)[_BEFORE_TRANSFER] = _BeforeTransfer(trainer.lightning_module)
 
     def wrap(self, trainer: pl.Trainer, loader: object, shape: StepShape, seed: int) -> object:
         """Return the loader for the loop of the trainer's present stage, instead of ``loader``.
@@ -98,6 +122,8 @@ class Loaders:
             loader.close()
             _shutdown_workers_and_reset_iterator(loader.ordinary)
         self._made = []
+        if self._trainer is not None:
+            vars(self._trainer.lightning_module).pop(_BEFORE_TRANSFER, None)
         self._predictions = None
 
     def _training(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape, seed: int) -> StepLoader:

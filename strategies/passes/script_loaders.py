@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, DistributedSampler
 
 from unicron_lightning.data.loader import InPlace
+from unicron_lightning.errors import ConfigError
 
 
 def ordinary(trainer: pl.Trainer, loader: DataLoader[Any], devices: int, rank: int) -> DataLoader[Any]:
@@ -45,10 +46,19 @@ def ordinary(trainer: pl.Trainer, loader: DataLoader[Any], devices: int, rank: i
 
 
 def show_ordinary(trainer: pl.Trainer) -> None:
-    """Make the trainer's properties return the ordinary loaders, while its loops keep those of the strategy."""
+    """Make the trainer's properties return the ordinary loaders, while its loops keep those of the strategy.
+
+    Raises:
+        ConfigError: an evaluation would read several loaders at once.
+    """
     fit = trainer.fit_loop
     for loop in (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         combined: CombinedLoader | None = loop._combined_loader
         if combined is not None:
+            if loop is not fit and combined._mode != "sequential":
+                raise ConfigError(
+                    f"CombinedLoader(mode={combined._mode!r}) in an evaluation; the unicron strategy evaluates one "
+                    'loader after the other: expected mode="sequential", a list or a dict of loaders'
+                )
             leaves = [each.ordinary if isinstance(each, InPlace) else each for each in combined.flattened]
             combined._iterables = tree_unflatten(leaves, combined._spec)

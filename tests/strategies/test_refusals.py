@@ -9,12 +9,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.collectives.operations import CollectiveInStep
 from unicron_lightning.strategies.environment import own_device
+from unicron_lightning.strategies.micro_batch import NoLoss
 from unicron_lightning.strategies.unicron import UnicronStrategy
 
 
@@ -118,13 +120,17 @@ class Product(Small):
         return super().training_step(batch, batch_idx)
 
 
+def test_a_missing_loss_is_also_an_error_of_lightnings() -> None:
+    assert issubclass(NoLoss, MisconfigurationException)
+
+
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.parametrize(
     ("module", "error", "message"),
     [
         (TwoOptimizers, RuntimeError, "multiple optimizers is only supported with manual optimization"),  # Lightning's
         (Newton, ConfigError, "LBFGS evaluates the loss several times"),
-        (Wordy, ConfigError, "training_step returned 'a loss'; expected a loss tensor"),
+        (Wordy, NoLoss, "training_step returned 'a loss'; expected a loss tensor"),
         (Talking, CollectiveInStep, r"barrier\(\) was called inside training_step"),
         (Gathering, CollectiveInStep, r"all_gather\(\) was called inside training_step"),
         (Fetching, ConfigError, r"Fetching\.training_step\(dataloader_iter\) fetches .*: define training_step\(batch"),
@@ -135,7 +141,11 @@ class Product(Small):
             r"torch\.distributed\.all_reduce\(\) was called inside a batch of sanity_check",
         ),
         (TalkingInHooks, CollectiveInStep, r"barrier\(\) was called inside a batch of sanity_check"),
-        (Product, ValueError, r"reduce_fx=<\S+ method prod.*is not supported; expected mean, sum, min or max"),
+        (
+            Product,
+            MisconfigurationException,
+            r"reduce_fx=\{min,max,mean,sum\}\)` are supported.* Found: <\S+ method prod",
+        ),
     ],
 )
 def test_modules(module: type[Small], error: type[Exception], message: str) -> None:
