@@ -13,8 +13,12 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.lightning_root import is_other, refuse
 
 
-def check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse trainer settings that contradict a constant global batch.
+def check_trainer(trainer: pl.Trainer, *, whole: bool) -> None:
+    """Refuse trainer settings that depend on the world.
+
+    Args:
+        trainer: of the run.
+        whole: whether each worker holds the whole model.
 
     Raises:
         ConfigError: naming the setting.
@@ -22,12 +26,11 @@ def check_trainer(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if is_other(callback):
             raise refuse(f"the callback {type(callback).__qualname__}")
-        if isinstance(callback, GradientAccumulationScheduler) and callback.scheduling != {
-            0: trainer.accumulate_grad_batches
-        }:
+        if isinstance(callback, GradientAccumulationScheduler) and not whole:
             raise ConfigError(
-                f"GradientAccumulationScheduler(scheduling={callback.scheduling}) changes the global batch; the "
-                "unicron strategy keeps it constant: set Trainer(accumulate_grad_batches=...)"
+                f"GradientAccumulationScheduler(scheduling={callback.scheduling}) changes the global batch, by which "
+                "workers that hold the model together are laid out: set Trainer(accumulate_grad_batches=...), or use "
+                'Trainer(strategy="unicron")'
             )
         if isinstance(callback, BatchSizeFinder):
             raise ConfigError(

@@ -71,7 +71,11 @@ class DataParallel(Parallelism):
     def built(self) -> None:
         strategy = self._strategy
         check_optimizers(strategy.optimizers, several=not strategy.module.automatic_optimization)
-        self.steps.begin_fit(balance_of(strategy.engine, strategy.shape.micro_batches) if self._rebalance else None)
+        self.steps.begin_fit(balance_of(strategy.engine, self._whole_step) if self._rebalance else None)
+
+    def _whole_step(self) -> int:
+        """Return the number of micro-batches of the present epoch's steps."""
+        return self._strategy.shape.of(self._strategy.trainer.current_epoch).micro_batches
 
     def found(self, *, resumes: bool) -> None:
         strategy = self._strategy

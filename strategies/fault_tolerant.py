@@ -1,8 +1,9 @@
 """Lightning's side of training straight through failures, for any `Parallelism`.
 
-One Lightning batch is one **global batch**: ``accumulate_grad_batches x devices x num_nodes`` micro-batches, for the
-whole life of the task and whatever its present world is. The module's `training_step` is called once per
-micro-batch; Lightning's batch hooks and counters see one batch per optimizer step, so they never depend on the world.
+One Lightning batch is one **global batch**: ``accumulate_grad_batches x devices x num_nodes`` micro-batches, whatever
+the task's present world is; the first factor may depend on the data epoch (`schedule`). The module's `training_step` is
+called once per micro-batch; Lightning's batch hooks and counters see one batch per optimizer step, so they never depend
+on the world.
 Failures are recovered inside `FaultTolerantStrategy.training_step` and the other operations; joiners enter before a
 step.
 """
@@ -40,6 +41,7 @@ from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.passes.loaders import Loaders
 from unicron_lightning.strategies.passes.validation_clock import TimedValidation
 from unicron_lightning.strategies.reporting import StepReports, report_exception, told_flops
+from unicron_lightning.strategies.schedule import Schedule
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.checkpointing import ReportedCheckpoints
@@ -72,6 +74,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         memory: states in the agents' memory.
         persisting: checkpoints that are written beside the training.
         loaders: the run's data loaders.
+        schedule: follows the epochs, if the global batch changes.
         seed: the task's.
     """
 
@@ -91,6 +94,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         self._shape: StepShape | None = None
         self._session: Session | None = None
         self.loaders = Loaders(self)
+        self.schedule = Schedule()
         self._membership = Membership(self)
         self._reports = StepReports()
         self._announcements = Announcements()
@@ -177,10 +181,10 @@ class FaultTolerantStrategy(CollectingStrategy):
     def setup_environment(self) -> None:
         trainer, parallelism = self.module.trainer, self.parallelism
         parallelism.check(trainer)
-        check_trainer(trainer)
+        check_trainer(trainer, whole=parallelism.whole)
         self.loaders.attend(trainer)
         if self._shape is None:
-            self._shape = declare(trainer, self._num_micro_batches, parallelism.shards)
+            self._shape = declare(trainer, self._num_micro_batches, parallelism.shards, self.schedule)
         self._runs += 1
         self._broken_off = False
         begins, is_new = self._session is None, False

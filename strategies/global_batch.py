@@ -8,9 +8,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from unicron_lightning import environ
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.schedule import Schedule, take_schedule
 
 
-def declare(trainer: pl.Trainer, num_micro_batches: int | None, shards: int = 1) -> StepShape:
+def declare(trainer: pl.Trainer, num_micro_batches: int | None, shards: int, schedule: Schedule) -> StepShape:
     """Take the global batch from the trainer; from then on Lightning counts whole steps.
 
     Args:
@@ -18,13 +19,22 @@ def declare(trainer: pl.Trainer, num_micro_batches: int | None, shards: int = 1)
             ``val_check_interval`` is converted from batches per device to steps.
         num_micro_batches: M, if not accumulate_grad_batches x devices x num_nodes / shards.
         shards: devices that hold the model together.
+        schedule: receives the integer ``val_check_interval``.
 
     Raises:
-        ConfigError: if M can't be divided among the declared devices, or they among ``shards``, or if torchrun may
-            start more workers than the step has work for.
+        ConfigError: for a schedule of ``accumulate_grad_batches`` that contradicts other settings; if M can't be
+            divided among the declared devices, or they among ``shards``, or if torchrun may start more workers than the
+            step has work for.
     """
+    epochs = take_schedule(trainer)
+    trainer.accumulate_grad_batches = max((each for _, each in epochs), default=trainer.accumulate_grad_batches)
     if num_micro_batches is None:
         _declare_nodes(trainer, environ.most_workers())
+    elif epochs:
+        raise ConfigError(
+            f"num_micro_batches={num_micro_batches} and GradientAccumulationScheduler(scheduling={dict(epochs)}) both "
+            "set the number of a step's micro-batches: leave one of them out"
+        )
     devices, rest = divmod(trainer.num_devices * trainer.num_nodes, shards)
     if rest or devices < 1:
         raise ConfigError(
@@ -41,9 +51,11 @@ def declare(trainer: pl.Trainer, num_micro_batches: int | None, shards: int = 1)
                 f"expected a multiple of {devices}"
             )
     trainer.accumulate_grad_batches = 1
-    if isinstance(getattr(trainer, "val_check_interval", None), int):  # a duration is kept elsewhere
-        trainer.val_check_interval = -(-trainer.val_check_interval // rounds)
-    return StepShape(devices=devices, accumulation=rounds)
+    shape = StepShape(devices=devices, accumulation=rounds, schedule=epochs)
+    if isinstance(interval := getattr(trainer, "val_check_interval", None), int):  # a duration is kept elsewhere
+        schedule.val_check_interval = interval
+        trainer.val_check_interval = shape.of(0).steps(interval)
+    return shape
 
 
 def _declare_nodes(trainer: pl.Trainer, workers: int) -> None:

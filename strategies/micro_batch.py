@@ -145,7 +145,7 @@ class MicroBatches:
         strategy.engine.fault("forward", strategy.engine.step, micro_batch, module)
         place = (self._batch.epoch, self._batch.step, micro_batch)
         seed_all(place_seed(strategy.seed, FORWARD, *place))
-        shape = strategy.shape
+        shape = strategy.shape.of(self._batch.epoch)
         index = self._batch.step * shape.accumulation + micro_batch // shape.devices
         self._effects.start_micro_batch()
         with strategy.results.recording(data) as calls, torch.enable_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -99,8 +100,13 @@ def report_exception(control: Control | None, error: BaseException, step: int) -
         control.report(told.kind, told.cause, phase=told.phase, step=step, details=told.details, ends=True)
 
 
-def balance_of(engine: Engine, micro_batches: int) -> Balance:
-    """Return the shares of an engine's steps by speed; the first rank reports each change."""
+def balance_of(engine: Engine, micro_batches: Callable[[], int]) -> Balance:
+    """Return the shares of an engine's steps by speed; the first rank reports each change.
+
+    Args:
+        engine: runs the steps.
+        micro_batches: returns M of the present epoch's steps.
+    """
 
     def changed(counts: list[int], seconds: list[float]) -> None:
         if engine.control is not None and engine.world.rank == 0:

@@ -179,7 +179,7 @@ class FsdpParallel(Parallelism):
 
     def built(self) -> None:
         engine, rows = self.strategy.engine, self.rows(range(self.strategy.shape.micro_batches))
-        self.steps.begin_fit(balance_of(engine, rows) if self._rebalance else None)
+        self.steps.begin_fit(balance_of(engine, lambda: rows) if self._rebalance else None)
 
     def found(self, *, resumes: bool) -> None:
         self._build()

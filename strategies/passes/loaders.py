@@ -95,6 +95,8 @@ class Loaders:
             made = self._strategy.parallelism.evaluation.loader(trainer, loader, shape)
         if self._samples and not isinstance(made, PassLoader | StreamLoader):
             made.ordinary = ordinary(trainer, loader, shape.devices, self._strategy.global_rank)
+        if isinstance(made, StepLoader):
+            self._strategy.schedule.attend(trainer, made, shape)
         made.taken = partial(show_ordinary, trainer)
         self._made.append(made)
         return made
@@ -127,9 +129,7 @@ class Loaders:
         self._predictions = None
 
     def _training(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape, seed: int) -> StepLoader:
-        limit = None
-        if isinstance(trainer.limit_train_batches, int):
-            limit = -(-trainer.limit_train_batches // shape.accumulation)
+        limit = trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else None
         loop = trainer.fit_loop
 
         def position() -> tuple[int, int]:

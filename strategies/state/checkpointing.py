@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
 from unicron_lightning import wire
 from unicron_lightning.checkpoints.index import MODEL, OPTIMIZER, by_name, is_folder, read_checkpoint
 from unicron_lightning.checkpoints.staging import HeldCheckpoint
+from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.strategies.state import join_state
@@ -74,7 +75,7 @@ class SingleFileCheckpoints(CheckpointStore):
     def converted(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint with counts of steps."""
         if not {join_state.LOGGED, join_state.WHOLE} & checkpoint.keys():
-            count_steps(checkpoint, self._strategy.shape.accumulation)
+            count_steps(checkpoint, self._strategy.shape)
         return checkpoint
 
 
@@ -159,28 +160,30 @@ def _write_file(checkpoint: dict[str, Any], path: Path) -> str:
     return hashing.digest
 
 
-def count_steps(checkpoint: dict[str, Any], rounds: int) -> None:
+def count_steps(checkpoint: dict[str, Any], shape: StepShape) -> None:
     """Turn a checkpoint's counts of batches per device, as other strategies have them, into counts of steps.
 
     Args:
         checkpoint: Lightning's.
-        rounds: batches per device that make a step (``accumulate_grad_batches``).
+        shape: of the steps.
 
     Raises:
         ConfigError: if it was written between two batches of a step.
     """
     progress: Any = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
-    if progress is None or rounds == 1:
+    if progress is None or shape.accumulation == 1:
         return
     current, total = progress["current"], progress["total"]
+    epoch = max(0, checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["ready"] - 1)
+    rounds = shape.of(epoch).accumulation
     if current["processed"] % rounds and not progress.get("is_last_batch"):
         raise ConfigError(
             f"the checkpoint was written after batch {current['processed']} of an epoch with accumulate_grad_batches="
             f"{rounds}, in the middle of a step, whose gradients it does not hold: resume from one written after a "
             f"multiple of {rounds} batches"
         )
-    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     for name, batches in current.items():
-        before, rest = divmod(total[name] - batches, max(1, epochs))
+        each, rest = divmod(total[name] - batches, max(1, epoch))
+        before = [each + rest, *[each] * (epoch - 1)][:epoch]
         current[name] = -(-batches // rounds)
-        total[name] = current[name] + (-(-(total[name] - batches) // rounds) if rest else epochs * -(-before // rounds))
+        total[name] = current[name] + sum(shape.of(number).steps(size) for number, size in enumerate(before))

@@ -100,14 +100,19 @@ def describe_data(loader: StepLoader) -> dict[str, str]:
     if isinstance(loader, StreamLoader):
         return {"data order": f"digest of the first batch {digest([_content(loader.first())])}"}
     assert isinstance(loader, TrainingLoader)
-    steps = len(loader)
+    steps = loader.steps(0)
     later = random.Random(steps).randrange(steps) if steps else 0
     places = [loader.at(0, step) for step in dict.fromkeys((0, later)) if step < steps]
     orders = [(place.step, [loader.samples(place, m) for m in place.micro_batches]) for place in places]
     return {
-        "data length": f"{_length(loader.dataset)} samples, {steps} steps an epoch",
+        "data length": f"{_length(loader.dataset)} samples, {steps} steps an epoch{_schedule(loader)}",
         "data order": f"digest of the samples of steps {[step for step, _ in orders]} {digest(orders)}",
     }
+
+
+def _schedule(loader: TrainingLoader) -> str:
+    epochs = loader.shape.schedule
+    return f", with schedule of accumulate_grad_batches {dict(epochs)}" if epochs else ""
 
 
 def _content(batch: Any) -> object:

@@ -138,7 +138,7 @@ def test_start_in_the_middle_of_an_epoch() -> None:
 
 
 def test_limit() -> None:
-    loader = World().loader(DataLoader(Noisy(), batch_size=3), limit=2)
+    loader = World().loader(DataLoader(Noisy(), batch_size=3), limit=3)
     assert len(loader) == 2
     assert len(World().loader(DataLoader(Noisy(), batch_size=3), limit=9)) == 4
 

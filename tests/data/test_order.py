@@ -41,7 +41,7 @@ def order_of(loader: DataLoader[Any], devices: int = 1, accumulation: int = 1, s
 
 def epoch_of(order: DataOrder, epoch: int) -> list[list[list[int]]]:
     """Return samples by step and micro-batch."""
-    return [[order.indices(epoch, step, m) for m in order.micro_batches(step)] for step in range(order.num_steps)]
+    return [[order.indices(epoch, step, m) for m in order.micro_batches(step)] for step in range(order.num_steps())]
 
 
 def flat(steps: list[list[list[int]]]) -> list[int]:

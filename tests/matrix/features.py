@@ -83,6 +83,7 @@ EXTRA: Final[dict[str, Case]] = {
     "norms": {"model": "norms"},
     "metric_steps": {"metrics": "steps", "logging": "both"},
     "rate_finder": {"callback": "rate_finder"},
+    "scheduled": {"callback": "scheduler", "accumulation": "2"},
 }
 """Cases of a single feature, beside the defaults."""
 FORBIDDEN: Final = (

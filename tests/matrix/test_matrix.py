@@ -15,7 +15,7 @@ from matrix.killing import Kill
 from matrix.pairs import all_pairs, pairs_of
 from matrix.running import run, run_killed
 
-SHORT = ("defaults", "uneven", "pairs_06")
+SHORT = ("defaults", "uneven", "pairs_06", "scheduled")
 CASES = dict(cases())
 MEASURED = CASES["defaults"] | {"metrics": "collection", "accumulation": "2", "logging": "both"}
 """Three torchmetrics objects in each step, of states that add up and of ones that are lists."""
@@ -156,17 +156,17 @@ def test_a_few_cases_in_a_world_of_two(ddp: Path, tmp_path: Path) -> None:
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("name", "place", "rank"),
+    ("name", "place", "rank", "step"),
     [
-        ("defaults", "training", 0),
-        ("returning", "on_train_batch_end", 1),
-        ("rate_finder", "training", 0),  # in the search
-        ("rate_finder", "on_train_epoch_end", 1),  # after it
+        ("scheduled", "training", 0, 6),  # in the second epoch, whose steps are smaller
+        ("returning", "on_train_batch_end", 1, 2),
+        ("rate_finder", "training", 0, 2),  # in the search
+        ("rate_finder", "on_train_epoch_end", 1, 2),  # after it
     ],
 )
-def test_a_case_with_a_kill(name: str, place: str, rank: int, ddp: Path, tmp_path: Path) -> None:
+def test_a_case_with_a_kill(name: str, place: str, rank: int, step: int, ddp: Path, tmp_path: Path) -> None:
     case = (CASES | MORE)[name]
-    kill = Kill(rank=rank, place=place, step=2, delay=0.002 if place == "training" else 0.0)
+    kill = Kill(rank=rank, place=place, step=step, delay=0.002 if place == "training" else 0.0)
     assert run_killed(name, case, kill, tmp_path) == 0
     found = compare(case, "killed", Run.load(tmp_path, name), Run.load(ddp, name))
     assert found.unexplained == {}, json.dumps(found.unexplained)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     EarlyStopping,
+    GradientAccumulationScheduler,
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -64,6 +65,7 @@ def callbacks(case: Case, folder: Path) -> list[pl.Callback]:
         "every_steps": [ModelCheckpoint(folder, "{epoch}-{step}", every_n_train_steps=3, save_top_k=-1)],
         "averaging": [StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1)],
         "peeking": [Peeking()],
+        "scheduler": [GradientAccumulationScheduler({0: 2, 1: 1, 2: 3})],
         # Too few steps for a suggestion: under ddp it would be that of rank 0's losses.
         "rate_finder": [LearningRateFinder(max_lr=0.1, num_training_steps=8, early_stop_threshold=None)],
     }
@@ -82,7 +84,7 @@ def trainer_of(strategy: str, case: Case, folder: Path, used: list[pl.Callback],
         accelerator="cpu",
         devices=DEVICES,
         precision=case["precision"],  # type: ignore[arg-type]
-        accumulate_grad_batches=int(case["accumulation"]),
+        accumulate_grad_batches=1 if case["callback"] == "scheduler" else int(case["accumulation"]),
         logger=[memory, CSVLogger(folder, "csv")],
         callbacks=used,
         enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in used),

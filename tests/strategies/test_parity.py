@@ -14,6 +14,7 @@ import torch
 from programs import jobs
 from programs.launching import PROGRAMS, launch, load
 
+from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.local_cluster.processes import free_port
 from unicron_lightning.strategies.state.checkpointing import count_steps
@@ -137,9 +138,10 @@ def test_a_checkpoint_of_ddp_is_resumed(saved: str, ddp: Path, tmp_path: Path, m
 
 def test_a_checkpoint_within_an_accumulation_is_refused() -> None:
     counts = {"ready": 15, "started": 15, "processed": 15, "completed": 14}
-    loops = {"epoch_loop.batch_progress": {"total": dict(counts), "current": {k: v - 12 for k, v in counts.items()}}}
+    batches = {"total": dict(counts), "current": {k: v - 12 for k, v in counts.items()}}
+    loops = {"epoch_loop.batch_progress": batches, "epoch_progress": {"current": {"ready": 2}}}
     with pytest.raises(ConfigError, match=r"after batch 3 of an epoch with accumulate_grad_batches=2, in the middle"):
-        count_steps({"loops": {"fit_loop": loops}}, 2)
+        count_steps({"loops": {"fit_loop": loops}}, StepShape(devices=2, accumulation=2))
 
 
 def test_the_hooks_see_what_ddp_users_see(ddp: Path) -> None:

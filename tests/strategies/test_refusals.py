@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -194,7 +194,6 @@ def test_iterable_data_of_validations() -> None:
     ("settings", "message"),
     [
         ({"sync_batchnorm": True}, r"sync_batchnorm=True"),
-        ({"callbacks": [GradientAccumulationScheduler({0: 1, 4: 2})]}, r"scheduling=\{0: 1, 4: 2\}"),
         (
             {"strategy": UnicronStrategy(num_micro_batches=5), "devices": 2},
             "num_micro_batches=5 does not divide.* 2 x 1 = 2",

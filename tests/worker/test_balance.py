@@ -52,7 +52,9 @@ class Ranks:
     def __init__(self, world: int, total: int) -> None:
         self.epoch, self.total = 1, total
         self.told: list[list[int]] = []
-        self.balances = [Balance(total, lambda: self.epoch, lambda c, _: self.told.append(c)) for _ in range(world)]
+        self.balances = [
+            Balance(lambda: self.total, lambda: self.epoch, lambda c, _: self.told.append(c)) for _ in range(world)
+        ]
 
     def steps(self, number: int, *times: float, noise: float = 0.0) -> list[int] | None:
         chance = random.Random(1)

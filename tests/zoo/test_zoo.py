@@ -12,6 +12,8 @@ from zoo.running import difference, train_killed, train_plainly
 pytestmark = [pytest.mark.zoo, pytest.mark.faults, pytest.mark.timeout(600)]
 
 EMA = {"model": "vision:Diffusion", "callbacks": ["average"]}
+IDLE = {"model": "vision:Diffusion", "callbacks": ["scheduled"], "workers": 4, "nodes": 2}
+"""Steps of four micro-batches, then of two: two of the four workers are idle."""
 CASES: dict[str, tuple[dict[str, Any], tuple[str, int, int], str]] = {
     "gan between backward and step": ({"model": "gan:Gan"}, ("optimizer", 5, 1), ""),
     "gan before a backward": ({"model": "gan:Gan"}, ("backward", 8, 0), ""),
@@ -21,6 +23,9 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, int, int], str]] = {
     "actor and critic": ({"model": "rollouts:ActorCritic"}, ("optimizer", 9, 1), ""),
     "diffusion": ({"model": "vision:Diffusion"}, ("forward", 7, 1), ""),
     "diffusion, moving average": (EMA, ("forward", 7, 1), ""),
+    "scheduled": (IDLE, ("forward", 2, 3), ""),
+    "scheduled, busy": (IDLE, ("forward", 5, 1), ""),
+    "scheduled, idle": (IDLE, ("optimizer", 6, 3), ""),
     "gpt2": ({"model": "language:gpt2"}, ("forward", 5, 1), "transformers"),
     "llama": ({"model": "language:llama"}, ("forward", 5, 0), "transformers"),
     "llama, compiled": ({"model": "language:compiled"}, ("forward", 5, 1), "transformers"),
@@ -33,7 +38,7 @@ def test_one_kill(name: str, tmp_path: Path) -> None:
     case, kill, package = CASES[name]
     if package and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    expected = train_plainly(tmp_path / "ddp", case, "ddp", 2)[0]
+    expected = train_plainly(tmp_path / "ddp", case, "ddp", case.get("nodes", 2))[0]
     found = train_killed(tmp_path / "killed", case, kill)
     differences = [difference(each, expected) for each in found]
     print(f"{name}: largest difference {max(differences):.1e} in {len(found)} processes")

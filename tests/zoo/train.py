@@ -80,8 +80,7 @@ def main() -> None:
     trainer = pl.Trainer(
         strategy="ddp_find_unused_parameters_true" if settings["strategy"] == "ddp" else settings["strategy"],
         accelerator="cpu",
-        devices=workers if settings["strategy"] == "ddp" else 1,
-        num_nodes=1 if settings["strategy"] == "ddp" else workers,
+        devices=settings.get("nodes", workers) if settings["strategy"] == "ddp" else 1,
         max_epochs=settings.get("passes", 3),
         logger=False,
         enable_checkpointing=False,
@@ -89,7 +88,8 @@ def main() -> None:
         enable_model_summary=False,
         default_root_dir=out,
         callbacks=[*callbacks, *([killed] if killed else [])],
-        **{"limit_val_batches": 0} | settings.get("trainer", {}),
+        **{"limit_val_batches": 0, "num_nodes": 1 if settings["strategy"] == "ddp" else settings.get("nodes", workers)}
+        | settings.get("trainer", {}),
     )
     trainer.fit(module, source.loader())
     result = {

@@ -6,7 +6,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -66,6 +70,10 @@ class Sparse(pl.LightningModule):
 
 def average() -> EMAWeightAveraging:
     return EMAWeightAveraging(decay=0.9)
+
+
+def scheduled() -> GradientAccumulationScheduler:
+    return GradientAccumulationScheduler({0: 2, 1: 1})
 
 
 def averaging() -> StochasticWeightAveraging:

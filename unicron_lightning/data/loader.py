@@ -226,7 +226,7 @@ class TrainingLoader(StepLoader):
         loader: the user's.
         order: of its samples.
         seed: of augmentation.
-        limit: largest number of steps per epoch.
+        limit: largest number of batches for each of the shape's devices in an epoch; None: all.
         position, share, boundary: as for `StepLoader`.
         ended: called at the end of an epoch.
     """
@@ -246,20 +246,30 @@ class TrainingLoader(StepLoader):
     ) -> None:
         super().__init__(loader, position, share, boundary)
         self._order = order
-        self._steps = order.num_steps if limit is None else min(order.num_steps, limit)
+        self._limit = limit
         self._ended = ended
         self._fetcher = Fetcher(loader, order, seed, self._ahead)
 
     def __len__(self) -> int:
         self.taken()
-        return self._steps
+        return self.steps(self._position()[0])
+
+    @property
+    def shape(self) -> StepShape:
+        """Composition of its steps."""
+        return self._order.shape
+
+    def steps(self, epoch: int) -> int:
+        """Number of steps in an epoch."""
+        steps = self._order.num_steps(epoch)
+        return steps if self._limit is None else min(steps, self._order.shape.of(epoch).steps(self._limit))
 
     def _epoch(self) -> Iterator[GlobalBatch]:
         self._fetcher.end_epoch()
         while True:
             self._boundary()
             epoch, step = self._position()
-            if step >= self._steps:
+            if step >= self.steps(epoch):
                 self._fetcher.end_epoch()
                 self._ended()
                 return
@@ -272,7 +282,7 @@ class TrainingLoader(StepLoader):
         return GlobalBatch(
             epoch,
             step,
-            order.micro_batches(step),
+            order.micro_batches(step, epoch),
             lambda m: self._fetcher.get((epoch, step, m)),
             lambda m: len(order.indices(epoch, step, m)),
             self._share,
@@ -284,8 +294,8 @@ class TrainingLoader(StepLoader):
 
     def _ahead(self, start: Place) -> Iterator[Place]:
         epoch, first, _ = start
-        for step in range(first, self._steps):
-            for micro_batch in self._share(self._order.micro_batches(step)):
+        for step in range(first, self.steps(epoch)):
+            for micro_batch in self._share(self._order.micro_batches(step, epoch)):
                 if (epoch, step, micro_batch) >= start or step > first:
                     yield epoch, step, micro_batch
 
@@ -324,7 +334,7 @@ class EvaluationLoader(InPlace):
 
     def __len__(self) -> int:
         self.taken()
-        return self._order.num_steps
+        return self._order.num_steps()
 
     def limit(self, per_device: int) -> None:
         """Set the pass's batches from Lightning's limit for each device of the declared world."""

@@ -35,16 +35,30 @@ class StepShape:
 
     Attributes:
         devices: micro-batches computed in parallel in the declared world (devices x nodes).
-        accumulation: rounds of parallel micro-batches per optimizer step.
+        accumulation: rounds of parallel micro-batches per optimizer step; with a schedule, the most of any epoch.
+        schedule: pairs of an epoch and the rounds from that epoch on, by epoch, the first one 0; empty: the rounds are
+            always the same.
     """
 
     devices: int
     accumulation: int
+    schedule: tuple[tuple[int, int], ...] = ()
 
     @property
     def micro_batches(self) -> int:
-        """M, the micro-batches of a full step: the same for the whole life of the task."""
+        """M, the micro-batches of a full step: the most that any step of the task has."""
         return self.devices * self.accumulation
+
+    def of(self, epoch: int) -> StepShape:
+        """Composition of the steps of an epoch."""
+        if not self.schedule:
+            return self
+        rounds = next(rounds for first, rounds in reversed(self.schedule) if first <= epoch)
+        return StepShape(devices=self.devices, accumulation=rounds)
+
+    def steps(self, batches: int) -> int:
+        """Number of steps of so many batches for each device."""
+        return -(-batches // self.accumulation)
 
 
 class DataOrder:
@@ -56,6 +70,10 @@ class DataOrder:
         seed: of the default shuffle and of user samplers.
         shuffle: whether to shuffle even if the loader requests no order, as Lightning does under ddp for training.
 
+    Attributes:
+        shape: of the steps.
+        num_micro_batches: of an epoch.
+
     Raises:
         ConfigError: the data set is iterable, or the sampler has no length.
     """
@@ -63,7 +81,7 @@ class DataOrder:
     def __init__(self, loader: DataLoader[Any], shape: StepShape, seed: int, shuffle: bool = False) -> None:
         check_loader(loader)
         self._shuffle = shuffle
-        self._shape = shape
+        self.shape = shape
         self._seed = seed
         self._epoch: int | None = None
         self._cut: Sequence[list[int]] = []
@@ -84,37 +102,36 @@ class DataOrder:
     @property
     def devices(self) -> int:
         """Micro-batches of a round: one for each device of the declared world."""
-        return self._shape.devices
+        return self.shape.devices
 
     def place(self, epoch: int, number: int) -> tuple[int, int, int]:
         """The place of a micro-batch that is counted from the start of the epoch."""
-        return epoch, *divmod(number, self._shape.micro_batches)
+        return epoch, *divmod(number, self.shape.of(epoch).micro_batches)
 
-    @property
-    def num_steps(self) -> int:
+    def num_steps(self, epoch: int = 0) -> int:
         """Optimizer steps of an epoch."""
-        return math.ceil(self.num_micro_batches / self._shape.micro_batches)
+        return math.ceil(self.num_micro_batches / self.shape.of(epoch).micro_batches)
 
-    def micro_batches(self, step: int) -> range:
+    def micro_batches(self, step: int, epoch: int = 0) -> range:
         """Numbers of the micro-batches within step ``step`` of an epoch: fewer than M only in the last step."""
-        first = step * self._shape.micro_batches
-        return range(max(0, min(self._shape.micro_batches, self.num_micro_batches - first)))
+        most = self.shape.of(epoch).micro_batches
+        return range(max(0, min(most, self.num_micro_batches - step * most)))
 
     def indices(self, epoch: int, step: int, micro_batch: int) -> list[int]:
         """The data set indices of a micro-batch."""
         if epoch != self._epoch:
             self._cut = self._order_of(epoch)
             self._epoch = epoch
-        return self._cut[step * self._shape.micro_batches + micro_batch]
+        return self._cut[step * self.shape.of(epoch).micro_batches + micro_batch]
 
     def _count(self) -> int:
         if self._own_batches:
             return len(self._batches)  # type: ignore[arg-type]
-        size, per_round = len(self._sampler), self._batch_size * self._shape.devices
+        size, per_round = len(self._sampler), self._batch_size * self.shape.devices
         if self._drop_last:
-            return size // per_round * self._shape.devices
+            return size // per_round * self.shape.devices
         full, rest = divmod(size, per_round)
-        return full * self._shape.devices + min(rest, self._shape.devices)
+        return full * self.shape.devices + min(rest, self.shape.devices)
 
     def _order_of(self, epoch: int) -> Sequence[list[int]]:
         if self._own_batches:
@@ -133,9 +150,9 @@ class DataOrder:
             with self._fixed(self._sampler, epoch):
                 items = list(self._sampler)
             if not all(isinstance(item, int) for item in items):
-                return _Cut(items, self._batch_size, self._shape.devices, self.num_micro_batches)
+                return _Cut(items, self._batch_size, self.shape.devices, self.num_micro_batches)
             order = torch.tensor(items)
-        return _Cut(order, self._batch_size, self._shape.devices, self.num_micro_batches)
+        return _Cut(order, self._batch_size, self.shape.devices, self.num_micro_batches)
 
     def _is_permutation(self) -> bool:
         """Whether the order is `DistributedSampler`'s of (seed, epoch)."""

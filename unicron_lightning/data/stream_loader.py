@@ -21,7 +21,7 @@ class StreamLoader(StepLoader):
         shape: of the steps.
         streams: reads it.
         ends: the streams' lengths, as far as they are known.
-        limit: largest number of steps per epoch.
+        limit: largest number of batches for each of the shape's devices in an epoch; None: all.
         position, share, boundary: as for `StepLoader`.
         agree: given a function of a rank's streams, calls it for this rank and returns the ends that any rank has found
             in it.
@@ -50,16 +50,21 @@ class StreamLoader(StepLoader):
         self._shape = shape
         self._fetcher = streams
         self._ends = ends
-        self._limit = limit
+        self._most = limit
         self._agree = agree
         self._begins = begins
         self._reading = reading
 
     def __len__(self) -> int:
         self.taken()
-        if self._limit is None:
+        limit = self._limit(self._position()[0])
+        if limit is None:
             raise TypeError(f"{type(self.dataset).__qualname__} is a stream, which has no length")
-        return self._limit
+        return limit
+
+    def _limit(self, epoch: int) -> int | None:
+        """Largest number of steps in an epoch."""
+        return None if self._most is None else self._shape.of(epoch).steps(self._most)
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         self._begins()
@@ -69,7 +74,8 @@ class StreamLoader(StepLoader):
         while True:
             self._boundary()
             epoch, step = self._position()
-            if self._limit is not None and step >= self._limit:
+            limit = self._limit(epoch)
+            if limit is not None and step >= limit:
                 break
             self._fetcher.begin_step(epoch, step)
             if epoch != self._ends.epoch:
@@ -81,7 +87,7 @@ class StreamLoader(StepLoader):
         self._fetcher.end_epoch()
 
     def _at(self, epoch: int, step: int) -> GlobalBatch:
-        places = self._ends.places(step, self._shape)
+        places = self._ends.places(step, self._shape.of(epoch))
         size = self._loader.batch_size or 1
         return GlobalBatch(
             epoch,
@@ -95,7 +101,7 @@ class StreamLoader(StepLoader):
 
     def is_last(self, batch: GlobalBatch) -> bool:
         """Whether no step follows in the epoch; known when the step is committed."""
-        return not self._ends.places(batch.step + 1, self._shape)
+        return not self._ends.places(batch.step + 1, self._shape.of(batch.epoch))
 
     def first(self) -> Any:
         """Return the first batch of the first stream, which is read to check that it repeats itself.

@@ -227,7 +227,8 @@ class Streams:
 
     def __init__(self, loader: DataLoader[Any], shape: StepShape, seed: int, ends: StreamEnds, seen_as: SeenAs) -> None:
         self._loader = loader
-        self._shape = shape
+        self._declared = shape
+        self._shape = shape.of(0)
         self._seed = seed
         self._ends = ends
         self._seen_as = seen_as
@@ -254,7 +255,7 @@ class Streams:
     def look(self, epoch: int, step: int, streams: Sequence[int]) -> None:
         """Read all batches of a step that streams have, and note which of them end before."""
         for stream in streams:
-            self._read_to(epoch, stream, (step + 1) * self._shape.accumulation - 1)
+            self._read_to(epoch, stream, (step + 1) * self._declared.of(epoch).accumulation - 1)
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Drop batches of earlier steps, and streams that the last step did not need."""
@@ -321,7 +322,7 @@ class Streams:
         if epoch == self._epoch:
             return
         self.end_epoch()
-        self._epoch, self._step = epoch, 0
+        self._epoch, self._step, self._shape = epoch, 0, self._declared.of(epoch)
         set_epoch = getattr(self._loader.dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)

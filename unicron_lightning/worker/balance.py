@@ -61,16 +61,18 @@ class Balance(OfProcess):
     """The shares of the present epoch.
 
     Args:
-        total: micro-batches of a whole step.
-        epoch: returns the present epoch.
+        total: returns the micro-batches of a whole step, the same on all ranks.
+        epoch: returns the present epoch of membership.
         changed: called with the new counts and each rank's seconds per micro-batch.
     """
 
-    def __init__(self, total: int, epoch: Callable[[], int], changed: Callable[[list[int], list[float]], None]) -> None:
-        self._total = total
+    def __init__(
+        self, total: Callable[[], int], epoch: Callable[[], int], changed: Callable[[list[int], list[float]], None]
+    ) -> None:
+        self._whole = total
         self._now = epoch
         self._changed = changed
-        self._epoch = -1
+        self._epoch, self._total = -1, 0
         self._counts: list[int] | None = None
         self._seen: deque[list[float]] = deque(maxlen=OBSERVED)
         self._skips = True
@@ -85,8 +87,8 @@ class Balance(OfProcess):
         Args:
             times: seconds per micro-batch of each rank; 0 for a rank without one.
         """
-        if (epoch := self._now()) != self._epoch:
-            self._epoch, self._counts, self._skips = epoch, None, True
+        if (epoch := self._now()) != self._epoch or self._whole() != self._total:
+            self._epoch, self._total, self._counts, self._skips = epoch, self._whole(), None, True
             self._seen.clear()
         if self._skips or min(times) <= 0.0 or self._total < len(times):
             self._skips = False  # the first step of a division is slow because caches are cold

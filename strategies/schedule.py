@@ -1,0 +1,119 @@
+"""A global batch that changes by a schedule of epochs: Lightning's ``GradientAccumulationScheduler``.
+
+The rounds of a step are a function of the epoch (`StepShape.of`), so no failure, join or resume changes them. Lightning
+counts steps, and has to know their number when an epoch begins: before its hooks, its iteration and its first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.data import sized_len
+from typing_extensions import override
+
+from unicron_lightning.data.loader import StepLoader
+from unicron_lightning.data.order import StepShape
+from unicron_lightning.errors import ConfigError
+
+Rounds = tuple[tuple[int, int], ...]
+"""Epochs and the rounds from each on, as in `StepShape`."""
+
+
+class FollowedScheduler(GradientAccumulationScheduler):
+    """Takes the place of the script's callback: the trainer's own number of batches in a step stays 1."""
+
+    @override
+    def on_train_epoch_start(self, *_: Any) -> None:
+        """Leave the trainer as it is; `Schedule` follows the epochs."""
+
+
+def take_schedule(trainer: pl.Trainer) -> Rounds:
+    """Return a trainer's schedule, whose callback is replaced; empty if it has none, or one that changes nothing.
+
+    Raises:
+        ConfigError: the callback decides otherwise than by its schedule; validations count batches over several epochs.
+    """
+    rounds: Rounds = ()
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for place, callback in enumerate(callbacks):
+        if not isinstance(callback, GradientAccumulationScheduler):
+            continue
+        if type(callback) not in (GradientAccumulationScheduler, FollowedScheduler):
+            raise ConfigError(
+                f"{type(callback).__qualname__}(scheduling={callback.scheduling}) may decide by more than its "
+                "schedule, which workers must know for all epochs: expected Lightning's GradientAccumulationScheduler"
+            )
+        if trainer.accumulate_grad_batches not in (1, callback.scheduling[0]):
+            raise ConfigError(
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and GradientAccumulationScheduler("
+                f"scheduling={callback.scheduling}) differ: leave one of them out"
+            )
+        callbacks[place] = FollowedScheduler(dict(callback.scheduling))
+        rounds = tuple(sorted(callback.scheduling.items()))
+    interval = getattr(trainer, "val_check_interval", None)
+    if len({each for _, each in rounds}) > 1 and trainer.check_val_every_n_epoch is None and isinstance(interval, int):
+        raise ConfigError(
+            f"Trainer(val_check_interval={interval}, check_val_every_n_epoch=None) counts batches over several epochs, "
+            f"whose steps have different numbers of them by GradientAccumulationScheduler(scheduling={dict(rounds)}): "
+            "leave check_val_every_n_epoch out"
+        )
+    return rounds
+
+
+class Schedule:
+    """Follows the epochs of a trainer whose steps have different shapes.
+
+    Attributes:
+        val_check_interval: the trainer's, if an integer: in batches of a device.
+    """
+
+    def __init__(self) -> None:
+        self.val_check_interval: int | None = None
+
+    def attend(self, trainer: pl.Trainer, loader: StepLoader, shape: StepShape) -> None:
+        """Follow the epochs of a training loader, if its steps change."""
+        if shape.schedule:
+            start: Any = _EpochStart(loader.sampler, lambda epoch: self._begin(trainer, loader, shape.of(epoch)))
+            loader.sampler = start
+
+    def _begin(self, trainer: pl.Trainer, loader: StepLoader, shape: StepShape) -> None:
+        """Set the numbers of steps and batches that Lightning has determined once, for the present epoch's."""
+        loop = trainer.fit_loop
+        combined: CombinedLoader | None = loop._combined_loader
+        length = sized_len(loader)
+        if combined is None or loop._data_fetcher is None or length is None:  # a stream has no length in any epoch
+            return
+        limit = trainer.limit_train_batches
+        length = min(length, limit) if isinstance(limit, int) else int(length * limit)
+        combined.limits = [length]
+        loop.max_batches = loop._data_fetcher.length = length
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            return
+        if self.val_check_interval is not None:
+            trainer.val_check_interval = trainer.val_check_batch = shape.steps(self.val_check_interval)
+        else:
+            trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
+
+
+class _EpochStart:
+    """A sampler for Lightning, which sets the epoch on each sampler before the epoch's hooks.
+
+    Args:
+        sampler: the loader's own.
+        begins: called with the epoch.
+    """
+
+    def __init__(self, sampler: Any, begins: Callable[[int], None]) -> None:
+        self._sampler = sampler
+        self._begins = begins
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch."""
+        set_epoch = getattr(self._sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        self._begins(epoch)
