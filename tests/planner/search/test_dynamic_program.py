@@ -58,3 +58,21 @@ def test_concave_stretches_give_what_single_options_give(step: int, window: tupl
     dynamic_program.add_concave(row, 7, units, keys, step, fast, out_low)
     assert np.array_equal(fast, slow)
     assert step == 1 or out_low > 400 or (slow == dynamic_program.NEVER).sum() < size
+
+
+@pytest.mark.parametrize("equal_sums", [True, False])
+@pytest.mark.parametrize("slope", [-4, 0, 7])
+@pytest.mark.parametrize("window", [(100, 700), (300, 200), (450, 1), (900, 30)])
+def test_options_on_a_line_give_what_single_options_give(slope: int, window: tuple[int, int], equal_sums: bool) -> None:
+    random = np.random.default_rng(slope + window[0])
+    at = np.flatnonzero(random.random(400) < 0.5)
+    # With falling levels the last possible option is the best one, so that looking for it is ended.
+    row = slope * np.arange(400) + (random.integers(0, 2, 400) if equal_sums else -3 * np.arange(400))
+    keys = 11 + slope * at
+    keys[[4, 40, 41]] += [500, -30, 2]
+    out_low, size = window
+    slow = np.full(size, dynamic_program.NEVER)
+    fast = slow.copy()
+    dynamic_program.add_options(row, 7, at, keys, slow, out_low)
+    dynamic_program.add_rest(row, 7, at, keys, fast, out_low)
+    assert np.array_equal(fast, slow)

@@ -26,6 +26,9 @@ NEVER = -(1 << 62)
 LONG_RUN = 96
 """Number of options in a concave stretch from which on exploiting the concavity pays."""
 
+LOOKS = 32
+"""Options per budget up to which it pays to look for one that cannot be improved, instead of at all of them."""
+
 BLOCK = 2048
 """Entries of a row that are processed at once: two such blocks fit into a processor's first cache."""
 
@@ -88,6 +91,58 @@ def add_concave(row: Ints, low: int, units: Ints, keys: Ints, step: int, out: In
 
 
 @compilable
+def add_line(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
+    """Do as `add_options` for options whose keys are on one line: the faster, the more sums are equal.
+
+    With row'(l) = row(l) - slope l, an option k gives out(j) = row'(j - k) + constant + slope j: only row' depends on
+    k, so an option that reaches the largest row' is a best one. Where few do, `add_options` does the rest.
+    """
+    count, size = len(units), len(row)
+    slope = (keys[count - 1] - keys[0]) // (units[count - 1] - units[0])
+    base = keys[0] - slope * units[0]
+    level = np.empty(size, dtype=np.int64)
+    largest = np.empty(size, dtype=np.int64)
+    for c in range(size):
+        level[c] = row[c] - slope * (low + c) if row[c] > NEVER // 2 else NEVER
+        largest[c] = level[c] if c == 0 else max(level[c], largest[c - 1])
+    looks = LOOKS * len(out)
+    begin = 0
+    for j in range(len(out)):
+        most = out_low + j - low  # index in the row of the budget that is left if this task takes no unit
+        if most < units[0]:
+            continue
+        top = largest[min(size - 1, most - units[0])]
+        while begin < count and most - units[begin] >= size:
+            begin += 1
+        best = NEVER
+        for n in range(begin, count):
+            looks -= 1
+            if units[n] > most or best == top:
+                break
+            best = max(best, level[most - units[n]])
+        if best != NEVER:
+            out[j] = max(out[j], best + base + slope * (out_low + j))
+        if looks < 0:
+            add_options(row, low, units, keys, out[j + 1 :], out_low + j + 1)
+            return
+
+
+@compilable
+def add_rest(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
+    """Do as `add_options`, with `add_line` if nearly all keys are on one line."""
+    count = len(units)
+    if count >= LONG_RUN:
+        a, b = count // 3, 2 * count // 3
+        width, rise = units[b] - units[a], keys[b] - keys[a]
+        on_line = keys - keys[a] == rise // width * (units - units[a])
+        if rise % width == 0 and 10 * np.sum(on_line) > 9 * count:
+            add_line(row, low, units[on_line], keys[on_line], out, out_low)
+            add_options(row, low, units[~on_line], keys[~on_line], out, out_low)
+            return
+    add_options(row, low, units, keys, out, out_low)
+
+
+@compilable
 def extend(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
     """Compute one step of the recursion: ``out`` is the row with one more task, whose options are given."""
     out[:] = NEVER
@@ -107,11 +162,11 @@ def extend(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int
         ):
             end += 1
         if end - begin >= LONG_RUN:
-            add_options(row, low, units[pending:begin], keys[pending:begin], out, out_low)
+            add_rest(row, low, units[pending:begin], keys[pending:begin], out, out_low)
             add_concave(row, low, units[begin:end], keys[begin:end], step, out, out_low)
             pending = end
         begin = end
-    add_options(row, low, units[pending:], keys[pending:], out, out_low)
+    add_rest(row, low, units[pending:], keys[pending:], out, out_low)
     for j in range(1, len(out)):
         out[j] = max(out[j], out[j - 1])
 
@@ -175,6 +230,7 @@ def trace(
     lows: Ints,
     row_starts: Ints,
     values: Ints,
+    found: NDArray[np.int32],
     chosen: Ints,
 ) -> int:
     """Find the options behind the value of ``row`` with ``budget``.
@@ -192,6 +248,8 @@ def trace(
         lows: of each row.
         row_starts: of each row.
         values: of all rows.
+        found: int32, like ``values``: one more than the number of the option within its task that earlier calls found
+            for a budget within the window, 0 if none did. Plans of several variants have most of their ends in common.
         chosen: int64 [num_tasks]; output for the units of the tasks between the rows.
 
     Returns:
@@ -201,21 +259,26 @@ def trace(
     total = 0
     while row != last:
         task = row if direction == 1 else row - 1
+        first, count = starts[task], starts[task + 1] - starts[task]
         high = lows[row] + row_starts[row + 1] - row_starts[row] - 1
-        target = values[row_starts[row] + min(budget, high) - lows[row]]
+        at = row_starts[row] + min(budget, high) - lows[row]
+        target = values[at]
         row += direction
         low, start = lows[row], row_starts[row]
-        high = low + row_starts[row + 1] - start - 1
-        found = -1
-        for m in range(starts[task + 1] - starts[task]):
-            n = starts[task + 1] - 1 - m if direction == 1 else starts[task] + m
-            left = min(budget - units[n], high)
-            if left >= low and values[start + left - low] + keys[n] == target:
-                found = n
-                break
-        if found < 0:
-            return -1
-        chosen[task] = units[found]
-        total += units[found]
-        budget -= units[found]
+        known = found[at] - 1 if budget <= high else -1
+        if known < 0:
+            high_after = low + row_starts[row + 1] - start - 1
+            for m in range(count):
+                n = count - 1 - m if direction == 1 else m
+                left = min(budget - units[first + n], high_after)
+                if left >= low and values[start + left - low] + keys[first + n] == target:
+                    known = n
+                    break
+            if known < 0:
+                return -1
+            if budget <= high:
+                found[at] = known + 1
+        chosen[task] = units[first + known]
+        total += chosen[task]
+        budget -= chosen[task]
     return total

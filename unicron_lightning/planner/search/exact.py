@@ -11,6 +11,8 @@ guess was too small, the tables are made again with the bound. Ties are never re
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +30,9 @@ EVERYTHING = 1 << 61
 
 FEW_OPTIONS = 24
 """Options per task in the first tables, which use a guessed limit."""
+
+WORTH_REMOVING = 0.9
+"""Part of the options that may remain for it to pay to copy them."""
 
 
 def best_choices(problem: SearchProblem) -> list[Choice]:
@@ -91,7 +96,7 @@ def _without_hopeless(problem: SearchProblem, prices: list[tuple[int, int]], dis
     mask = np.zeros(len(columns.units), dtype=np.bool_)
     arrays = (problem.hull_starts, problem.vertices, columns.starts, columns.units, columns.keys)
     kernels.near_hull(*arrays, middles, spreads, limits, mask)
-    return problem.chosen(mask)
+    return problem.chosen(mask) if mask.sum() < WORTH_REMOVING * len(mask) else problem
 
 
 def _guess(
@@ -114,26 +119,33 @@ def _mark(
 ) -> NDArray[np.bool_] | None:
     """The options within the limit of some variant; None if there are more than ``most_marked``."""
     columns = problem.columns
+    if min(price for price, _ in prices) < 0:
+        return np.ones(len(columns.units), dtype=np.bool_)
+    arrays = (problem.hull_starts, problem.vertices, columns.units, columns.keys)
     mask = np.zeros(len(columns.units), dtype=np.bool_)
     marked = 0
-    for index, ((price, _), limit) in enumerate(zip(prices, limits, strict=True)):
-        if price < 0:
-            mask[:] = True
-            return mask
-        marked = kernels.mark(
-            problem.hull_starts,
-            problem.vertices,
-            columns.units,
-            columns.keys,
-            problem.num_tasks,
-            problem.skipped(index),
-            problem.num_tasks + index,
-            price,
-            limit,
-            mask,
-            marked,
-            most_marked,
-        )
+    for scan in _scans(problem, [price for price, _ in prices], limits):
+        marked = kernels.mark(*arrays, *scan, mask, marked, most_marked)
         if marked > most_marked:
             return None
     return mask
+
+
+def _scans(problem: SearchProblem, prices: list[int], limits: list[int]) -> Iterator[tuple[int, int, int, int, int]]:
+    """Columns to look at, as arguments of `kernels.mark`: the first, the end, one to skip, the price and the limit.
+
+    Of variants with equal prices the one with the largest limit marks all that the others would, except in the column
+    that it replaces.
+    """
+    of_price: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for index, (price, limit) in enumerate(zip(prices, limits, strict=True)):
+        of_price[price].append((limit, problem.skipped(index)))
+    num = problem.num_tasks
+    for price, variants in of_price.items():
+        largest, skip = max(variants)
+        yield 0, num, skip, price, largest
+        others = [limit for limit, skipped in variants if skipped != skip]
+        if skip >= 0 and others:
+            yield skip, skip + 1, -1, price, max(others)
+    for index, (price, limit) in enumerate(zip(prices, limits, strict=True)):
+        yield num + index, num + index + 1, -1, price, limit

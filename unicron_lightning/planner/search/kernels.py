@@ -281,22 +281,35 @@ def mark(
     vertices: Ints,
     units: Ints,
     keys: Ints,
-    num_tasks: int,
+    first_column: int,
+    end_column: int,
     skip: int,
-    own: int,
     price: int,
     most_cost: int,
     mask: NDArray[np.bool_],
     marked: int,
     most_marked: int,
 ) -> int:
-    """Mark the options whose reduced cost at ``price`` is at most ``most_cost``; stop beyond ``most_marked``.
+    """Mark the options of some columns whose reduced cost at ``price`` is at most ``most_cost``.
+
+    Args:
+        hull_starts: see `hulls`.
+        vertices: see `hulls`.
+        units: of each option.
+        keys: of each option.
+        first_column: the first column.
+        end_column: the column after the last one.
+        skip: column to leave out; -1 if none.
+        price: per unit.
+        most_cost: the largest reduced cost.
+        mask: of each option; set here.
+        marked: number of options marked before.
+        most_marked: number of marked options beyond which marking stops.
 
     Returns:
         Number of marked options, including ``marked`` from before; above ``most_marked`` if marking was stopped.
     """
-    for i in range(num_tasks + 1):
-        task = own if i == num_tasks else i
+    for task in range(first_column, end_column):
         if task == skip:
             continue
         first, end = hull_starts[task], hull_starts[task + 1]

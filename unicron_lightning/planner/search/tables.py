@@ -23,11 +23,13 @@ class Table:
         lows: int64 [num_rows]: the first budget of each row's window.
         row_starts: int64 [num_rows + 1]: index of each row's first entry in ``values``.
         values: int64, the best sums of keys.
+        found: int32, see `dynamic_program.trace`; pages of it that no plan touches take no memory.
     """
 
     lows: NDArray[np.int64] = field(repr=False)
     row_starts: NDArray[np.int64] = field(repr=False)
     values: NDArray[np.int64] = field(repr=False)
+    found: NDArray[np.int32] = field(repr=False)
 
     def row(self, index: int) -> tuple[NDArray[np.int64], int]:
         """A row and its first budget."""
@@ -82,14 +84,13 @@ class Rows:
         arrays = (self.core.starts, self.core.units, self.core.keys)
         table = self.prefix
         rows = (table.lows, table.row_starts, table.values)
-        used = dynamic_program.trace(*arrays, variant.position, 0, budget, *rows, chosen)
+        used = dynamic_program.trace(*arrays, variant.position, 0, budget, *rows, table.found, chosen)
         assert used >= 0, "the prefix table does not contain its own plan"
+        left = self.problem.num_units - own - used
         table = self.suffix
         rows = (table.lows, table.row_starts, table.values)
-        left = self.problem.num_units - own - used
-        assert dynamic_program.trace(*arrays, variant.after, count, left, *rows, chosen) >= 0, (
-            "the suffix table does not contain its own plan"
-        )
+        rest = dynamic_program.trace(*arrays, variant.after, count, left, *rows, table.found, chosen)
+        assert rest >= 0, "the suffix table does not contain its own plan"
         if variant.replaces:
             chosen[variant.position] = own
         return Choice(key=key, units=chosen, own_units=own)
@@ -176,4 +177,5 @@ def _table(lows: NDArray[np.int64], highs: NDArray[np.int64], row: int) -> Table
     row_starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(highs - lows + 1)])
     values = np.empty(int(row_starts[-1]), dtype=np.int64)
     values[row_starts[row] : row_starts[row + 1]] = 0
-    return Table(lows=lows, row_starts=row_starts, values=values)
+    found = np.zeros(len(values), dtype=np.int32)
+    return Table(lows=lows, row_starts=row_starts, values=values, found=found)
