@@ -51,6 +51,8 @@ def test_the_baseline_is_slower_than_llama_3_was() -> None:
         ("delta_a100", SimCluster(num_nodes=112, workers_per_node=4), 14753 / 895 * 28),
         ("delta_h100", SimCluster(num_nodes=152, workers_per_node=4), 1764 / 146 * 28),
         ("stepfun", SimCluster(num_nodes=400, workers_per_node=8), 481 / 348 * 28),
+        ("acme", SimCluster(num_nodes=588, workers_per_node=8), 4704 * 672 / 7.46e6 * 287),
+        ("philly", SimCluster(num_nodes=32, workers_per_node=8), 256 * 672 / 1.63e6 * 3264),
     ],
 )
 def test_presets_have_their_published_rates(name: str, cluster: SimCluster, expected: float) -> None:
@@ -66,8 +68,18 @@ def test_byterobusts_causes_have_their_shares() -> None:
     assert max(kinds["nan_loss"], kinds["node_degraded"]) < 0.02 * sum(kinds.values()) < kinds["task_hang"]
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "share"),
+    [("acme", "connection_failed", 147 / 287), ("philly", "storage_error", 1995 / 3264)],
+)
+def test_causes_of_failed_jobs_have_their_shares(name: str, kind: str, share: float) -> None:
+    cluster = SimCluster(num_nodes=2000, workers_per_node=8)
+    kinds = Counter(fault.kind for fault in generate(read_trace(preset(name)), cluster, 0).faults)
+    assert kinds[kind] / sum(kinds.values()) == pytest.approx(share, abs=0.05)
+
+
 def test_all_presets_can_be_simulated() -> None:
-    for name in ("rsc1", "rsc2", "byterobust", "delta_a100", "delta_h100", "stepfun"):
+    for name in ("rsc1", "rsc2", "byterobust", "delta_a100", "delta_h100", "stepfun", "acme", "philly"):
         (case, *_) = physics.cases_of(("torchft",), 1, f"trace={name}", "trace.days=3")
         assert 0.5 < float(run(case).row["of_ideal"]) <= 1.0
 

@@ -85,11 +85,12 @@ class Turn:
         out = self.out_of_use()
         for other in self._cluster.tasks.values():
             if other.over is None:
-                there = Counter([agent.node for agent in other.agents.values()])
-                concerned = nodes if other is task else there.keys() & nodes
+                concerned = nodes
+                if other is not task:
+                    concerned = {agent.node for agent in other.agents.values()}.intersection(nodes)
                 if not concerned:
                     continue
-                usable = there
+                usable = Counter([agent.node for agent in other.agents.values()])
                 if out:
                     usable = Counter(a.node for a in other.agents.values() if a.node not in out and a.id not in out)
                 enough = usable.total() - other.min_nodes

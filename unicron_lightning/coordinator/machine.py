@@ -11,6 +11,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import isolation, parts, state
 from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.allocation.concerned import AssignmentChanges
 from unicron_lightning.coordinator.allocation.places import DaemonPlaces, competing_tasks, has_places
 from unicron_lightning.coordinator.allocation.plans import gather, gathered, review_allocation, take_plan
 from unicron_lightning.coordinator.incidents import accounting
@@ -33,6 +34,7 @@ class Machine:
         self.limits = limits
         self._cluster = Cluster() if cluster is None else cluster
         self._told, self._daemons = daemons.SentOrders(), DaemonPlaces()
+        self._changes = AssignmentChanges()
         self._failures = isolation.Failures()
         self._touched: dict[str, None] = {}
         self._has_places = has_places(self._cluster)
@@ -89,6 +91,7 @@ class Machine:
             Actions as by `handle`. Decisions on tasks in `touched` that are not written yet must not be carried out.
         """
         why, touched = isolation.diagnosis(error), self.touched
+        self._changes.forget()
         sender = isolation.agent_of(event, self._cluster)
         conn = event.conn if isinstance(event, ev.AgentMessage | ev.DaemonMessage) else None
         turn = self._begin(now)
@@ -338,9 +341,10 @@ class Machine:
         for task in daemons.review_ended(self._cluster, turn):
             self._review(turn, task)
         review_allocation(self._cluster, turn)
-        for task in competing_tasks(self._cluster):
+        nodes, concerned = self._changes.take(self._cluster, competing_tasks(self._cluster))
+        for task in concerned:
             self._review(turn, task)
-        daemons.review(self._cluster, turn, self._told)
+        daemons.review(self._cluster, turn, self._told, nodes)
 
     def _keep_books(self, turn: Turn) -> None:
         """Update measurements and accounts. They decide nothing."""

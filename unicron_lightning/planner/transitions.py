@@ -174,24 +174,31 @@ class TransitionTimes:
             for kind, tasks in self._seconds.items()
         }
         """Logarithms of all tasks' durations, in ascending order."""
+        self._unmeasured: dict[TransitionKind, TransitionTime] = {}
+        """The estimate for tasks without a transition of a kind, which is the same for all of them."""
 
     def of_kind(self, task: str, kind: TransitionKind) -> TransitionTime:
         """The estimate for one kind of transition of a task, measured or not."""
         own = sorted(math.log(value) for value in self._seconds[kind].get(task, []))
-        others = self._logs[kind]
-        if own:
-            others = others.copy()
-            for log in own:
-                del others[bisect.bisect_left(others, log)]
+        if not own:
+            if kind not in self._unmeasured:
+                self._unmeasured[kind] = self._towards(kind, self._logs[kind])
+            return self._unmeasured[kind]
+        others = self._logs[kind].copy()
+        for log in own:
+            del others[bisect.bisect_left(others, log)]
+        return self._towards(kind, others).observed_logs(own)
+
+    def _towards(self, kind: TransitionKind, others: Sequence[float]) -> TransitionTime:
+        """The prior for a task's own transitions, from those of all others."""
         prior = self._priors[kind]
         pooled = prior.observed_logs(others)
         # However many transitions other tasks have, for this task they have only the prior's weight.
-        towards = TransitionTime(
+        return TransitionTime(
             median_seconds=pooled.median_seconds,
             log_deviation=pooled.log_deviation,
             num_transitions=prior.num_transitions,
         )
-        return towards.observed_logs(own)
 
     def expected_seconds(self, task: str) -> float:
         """D_transition of a task as one number: the mean over its kinds, weighted by their measured numbers.

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from unicron_lightning.coordinator import events as ev
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from unicron_lightning.planner.events import Event
     from unicron_lightning.planner.performance.model import PerformanceModel
     from unicron_lightning.planner.plan import Plan
+    from unicron_lightning.planner.reward import Curve
     from unicron_lightning.planner.state import ClusterState
     from unicron_lightning.planner.table import PlanTable
 
@@ -39,6 +40,7 @@ class Knowledge:
         transition_seconds: D_transition by task.
         caution: `PlanTask.caution` of all tasks.
         relayout_seconds: D_relayout by task; 0 for tasks that keep their layout.
+        curves: curves made before, by their terms, if no ``performances`` change between questions; else None.
     """
 
     performances: Mapping[str, PerformanceModel]
@@ -46,6 +48,7 @@ class Knowledge:
     transition_seconds: Callable[[str], float]
     caution: float = 0.0
     relayout_seconds: Callable[[str], float] = lambda _: 0.0
+    curves: dict[object, Curve] | None = None
 
     @classmethod
     def of(cls, cluster: Cluster, planner: PlannerConfig) -> Knowledge:
@@ -195,30 +198,10 @@ def _terms(task: Competitor) -> tuple[object, ...]:
 
 def state_of(question: Question, known: Knowledge) -> ClusterState:
     """Convert a question to the planner's terms."""
-    from unicron_lightning.planner.reward import Curve
     from unicron_lightning.planner.state import ClusterState
-    from unicron_lightning.planner.task import PlanTask
 
     reach = question.num_places + question.node_places
-    curves = tuple(
-        Curve.of(
-            PlanTask(
-                name=task.plan_name,
-                performance=known.performances[task.name],
-                transition_seconds=known.transition_seconds(task.name),
-                weight=task.weight,
-                min_workers=task.min_places,
-                max_workers=max(task.max_places, task.min_places),
-                granularity=task.granularity,
-                may_pause=task.may_pause or not task.runs,
-                caution=known.caution,
-                relayout_seconds=known.relayout_seconds(task.name),
-            ),
-            unit=1,
-            num_workers=reach,
-        )
-        for task in question.tasks
-    )
+    curves = tuple(_curve(task, known, reach) for task in question.tasks)
     return ClusterState(
         tasks=curves,
         num_workers=question.num_places,
@@ -227,6 +210,31 @@ def state_of(question: Question, known: Knowledge) -> ClusterState:
         lost={task.plan_name: task.before - task.left for task in question.tasks if task.before > task.left},
         node_workers=question.node_places,
     )
+
+
+def _curve(task: Competitor, known: Knowledge, reach: int) -> Curve:
+    """Evaluate a task's performance at every number of places up to ``reach`` that it may get."""
+    from unicron_lightning.planner.reward import Curve
+    from unicron_lightning.planner.task import PlanTask
+
+    planned = PlanTask(
+        name=task.plan_name,
+        performance=known.performances[task.name],
+        transition_seconds=known.transition_seconds(task.name),
+        weight=task.weight,
+        min_workers=task.min_places,
+        max_workers=max(task.max_places, task.min_places),
+        granularity=task.granularity,
+        may_pause=task.may_pause or not task.runs,
+        caution=known.caution,
+        relayout_seconds=known.relayout_seconds(task.name),
+    )
+    if known.curves is None:
+        return Curve.of(planned, unit=1, num_workers=reach)
+    terms = (task.name, planned.sizes(1, reach), task.weight, known.caution, bool(planned.relayout_seconds))
+    if (curve := known.curves.get(terms)) is None:
+        curve = known.curves[terms] = Curve.of(planned, unit=1, num_workers=reach)
+    return replace(curve, task=planned, num_workers=reach)
 
 
 def allocation_of(question: Question, plan: Plan) -> dict[str, int]:

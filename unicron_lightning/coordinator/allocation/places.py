@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator
 from functools import cached_property
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -45,19 +46,28 @@ class DaemonPlaces:
 
     def __init__(self) -> None:
         self._of: tuple[list[Node], frozenset[str], frozenset[str]] | None = None
-        self.nodes: dict[str, str] = {}
-        """Node of each place."""
+        self._on: dict[str, tuple[list[str], list[Place]]] = {}
+        """Slots and places of each node, for the present jobs."""
+        self.slots: dict[str, list[str]] = {}
+        """Slots of each node that may be used."""
         self.places = Places()
 
     def look(self, nodes: list[Node], jobs: frozenset[str], out: frozenset[str]) -> None:
         """Update the places from the nodes, the jobs and the nodes that must not be used."""
         of = (nodes, jobs, out)
-        if of != self._of:
-            self._of = of
-            used = (node for node in nodes if node.label not in out)
-            self.nodes = {f"{node.label}/{slot}": node.label for node in used for slot in node.slots}
-            tasks = tuple(sorted(jobs))
-            self.places = Places(Place(name=name, node=self.nodes[name], tasks=tasks) for name in sorted(self.nodes))
+        if of == self._of:
+            return
+        known = self._on if self._of is not None and jobs == self._of[1] else {}
+        tasks = self.places[0].tasks if known and self.places else tuple(sorted(jobs))
+        self._of, self._on = of, {}
+        self.slots = {node.label: node.slots for node in nodes if node.label not in out}
+        for label, slots in self.slots.items():
+            before = known.get(label)
+            if before is None or before[0] != slots:
+                before = slots, [Place(name=f"{label}/{slot}", node=label, tasks=tasks) for slot in slots]
+            self._on[label] = before
+        found = itertools.chain.from_iterable(places for _, places in self._on.values())
+        self.places = Places(sorted(found, key=attrgetter("name")))
 
 
 def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Places:
@@ -81,13 +91,14 @@ def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Plac
     for task in cluster.tasks.values():
         if task.over is not None:
             continue
-        is_job = task.id in jobs
+        slots = daemons.slots if task.id in jobs else {}
         for agent in task.agents.values():
-            if agent.slot is None:  # ten thousand agents are looked at
+            if agent.slot is None or agent.slot in slots.get(agent.node, ()):  # ten thousand agents are looked at
                 continue
             place = f"{agent.node}/{agent.slot}"
-            if not (is_job and place in daemons.nodes) and _counts(cluster, task, agent):
-                able = others[place][1] if place in others else jobs if place in daemons.nodes else frozenset()
+            if _counts(cluster, task, agent):
+                of_daemon = agent.slot in daemons.slots.get(agent.node, ())
+                able = others[place][1] if place in others else jobs if of_daemon else frozenset()
                 others[place] = agent.node, able | {task.id}
     if out:
         others |= _held_below_minimum(cluster, [*daemons.places], others)

@@ -10,7 +10,7 @@ their own and are judged by those.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -100,38 +100,46 @@ def restore(cluster: Cluster, turn: Turn) -> None:
 
 
 class SentOrders:
-    """The orders already sent to all daemons, which spares a look at each node while nothing changes."""
+    """What decides which nodes have to be looked at for new orders."""
 
     def __init__(self) -> None:
-        self._assigned: dict[str, str] | None = None
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, Job] | None = None
 
-    def have(self, lasting: Lasting) -> bool:
-        """Whether every connected daemon has received all present orders."""
-        return self._assigned == lasting.assigned and self._jobs == lasting.jobs
+    def are_for_other_jobs(self, lasting: Lasting) -> bool:
+        """Whether any node may need other orders: the jobs have changed, or agents are ending."""
+        return self._jobs != lasting.jobs
 
-    def are(self, cluster: Cluster) -> None:
+    def are(self, lasting: Lasting, *, ending: bool) -> None:
         """Record that all orders are sent; daemons with ending agents are updated again when these have exited."""
-        ending = any(launch.ending for node in cluster.nodes.values() for launch in node.launches)
-        self._assigned = None if ending else dict(cluster.lasting.assigned)
-        self._jobs = dict(cluster.lasting.jobs)
+        if ending:
+            self._jobs = None
+        elif self._jobs != lasting.jobs:
+            self._jobs = dict(lasting.jobs)
 
 
-def review(cluster: Cluster, turn: Turn, told: SentOrders) -> None:
-    """Send each daemon the agents it has to run, if they have changed. Idempotent."""
-    have = told.have(cluster.lasting)
+def review(cluster: Cluster, turn: Turn, told: SentOrders, nodes: Collection[str] | None) -> None:
+    """Send each daemon the agents it has to run, if they have changed. Idempotent.
+
+    Args:
+        cluster: the whole state.
+        turn: receives the orders.
+        told: the orders sent so far.
+        nodes: nodes whose places may have been given to other tasks since the last call; None if any may.
+    """
+    look_at_all = nodes is None or told.are_for_other_jobs(cluster.lasting)
+    ending = False
     for node in cluster.nodes.values():
-        if not node.unsent and (have or _is_told(cluster, node)):
+        if not (node.unsent or look_at_all or node.label in (nodes or ())):
             continue
-        launches = _wanted(cluster, node)
-        if launches == node.launches and not node.unsent:
-            continue
-        node.launches = launches
-        if node.conn is not None:
-            node.unsent = False
-            turn.actions.append(ev.Send(conn=node.conn, message=NodeRun(launches=launches)))
-    if not have:
-        told.are(cluster)
+        if node.unsent or not _is_told(cluster, node):
+            launches = _wanted(cluster, node)
+            if launches != node.launches or node.unsent:
+                node.launches = launches
+                if node.conn is not None:
+                    node.unsent = False
+                    turn.actions.append(ev.Send(conn=node.conn, message=NodeRun(launches=launches)))
+        ending = ending or any(launch.ending for launch in node.launches)
+    told.are(cluster.lasting, ending=ending)
 
 
 def review_ended(cluster: Cluster, turn: Turn) -> list[Task]:

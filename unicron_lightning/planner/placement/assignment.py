@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -92,24 +93,28 @@ class _Given:
         self.free: defaultdict[str, list[str]] = defaultdict(list)
         """Free places by node."""
         self._places = places
-        self._on: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for name, place in places.items():
-            if name in tasks:
-                self._on[tasks[name]][place.node] += 1
-            else:
-                self.free[place.node].append(name)
+        for name in [name for name in places if name not in tasks]:
+            self.free[places[name].node].append(name)
         self._roomy = sorted(self._room(node) for node in self.free)
+
+    @cached_property
+    def _on(self) -> defaultdict[str, Counter[str]]:
+        """Number of places of each task on each node; only needed if some task gets more."""
+        counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for name, task in self.tasks.items():
+            counts[task][self._places[name].node] += 1
+        return counts
 
     def give(self, name: str, task: str) -> None:
         """Assign a place, which may be another task's."""
-        node, owner = self._places[name].node, self.tasks.get(name)
+        node, owner, on = self._places[name].node, self.tasks.get(name), self._on
         if owner is None:
             del self._roomy[bisect_left(self._roomy, self._room(node))]
             self.free[node].remove(name)
             insort(self._roomy, self._room(node))
         else:
-            self._on[owner][node] -= 1
-        self._on[task][node] += 1
+            on[owner][node] -= 1
+        on[task][node] += 1
         self.tasks[name] = task
 
     def nearest_first(self, task: str) -> list[str]:
@@ -132,10 +137,11 @@ def _keep(
 ) -> dict[str, str]:
     """Select the places that stay with their task: the most valuable, on nodes where the task has most."""
     known = [name for name in places if before.get(name) in able[name]]
-    have = Counter(before[name] for name in known)
+    have = Counter([before[name] for name in known])
     left = Counter(wanted)
-    result = {name: before[name] for name in known if have[before[name]] <= left[before[name]]}
-    known = [name for name in known if have[before[name]] > left[before[name]]]
+    shrinking = {task for task, number in have.items() if number > left[task]}
+    result = {name: before[name] for name in known if before[name] not in shrinking}
+    known = [name for name in known if before[name] in shrinking]
     count = Counter((before[name], places[name].node) for name in known)
     for name in sorted(known, key=lambda name: (worth.get(name, 0), -count[before[name], places[name].node], name)):
         if left[before[name]] > 0:

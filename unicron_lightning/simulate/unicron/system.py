@@ -29,6 +29,7 @@ from unicron_lightning.simulate.workload import SimTask
 
 if TYPE_CHECKING:
     from unicron_lightning.planner.performance.model import PerformanceModel
+    from unicron_lightning.planner.reward import Curve
 
 _NOT_IN_BAND_SECONDS: Final = 1800.0
 """A collective's default time-out, after which a failure is detected if nothing else reports it."""
@@ -84,6 +85,7 @@ class System:
         self.books = Books(cluster, tasks, trace, costs, self.clock)
         self._numbers = 0
         self._speeds = {task.name: PlaceSpeed(task, cluster.place_workers) for task in tasks}
+        self._curves: dict[object, Curve] = {}
         self.trainings = {task.name: SimTraining(self, task) for task in tasks}
         self.shell = SimShell(self.clock, self._limits, self._plan, self._seen)
         self.daemons = [SimDaemon(self, place) for place in range(cluster.num_places)]
@@ -144,7 +146,8 @@ class System:
         self.books.counts["plans"] += 1
         if not self.ablation.planner:
             return keep(question)
-        return _answer(question, _knowledge(self.shell.machine.cluster, self._speeds, self.costs))
+        known = _knowledge(self.shell.machine.cluster, self._speeds, self.costs)
+        return _answer(question, replace(known, curves=self._curves))
 
     def _seen(self, event: ev.Emit) -> None:
         match event.name:
