@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
 
 
 class Killed(pl.Callback):
@@ -75,12 +76,17 @@ def main() -> None:
     pl.seed_everything(3, verbose=False)
     module = getattr(source, factory)()
     callbacks: list[pl.Callback] = [getattr(source, name)() for name in settings.get("callbacks", ())]
-    workers = settings.get("workers", 2)
+    workers, of_ddp = settings.get("workers", 2), settings["strategy"] == "ddp"
+    declared = settings.get("declared", workers)
+    options = settings.get("trainer", {})
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    if options.get("precision") == "16-mixed":  # Lightning itself would take bf16-mixed on a CPU
+        options = {**options, "precision": None, "plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
     killed = Killed(out, workers, *settings["kill"]) if settings.get("kill") else None
     trainer = pl.Trainer(
-        strategy="ddp_find_unused_parameters_true" if settings["strategy"] == "ddp" else settings["strategy"],
+        strategy="ddp_find_unused_parameters_true" if of_ddp else settings["strategy"],
         accelerator="cpu",
-        devices=settings.get("nodes", workers) if settings["strategy"] == "ddp" else 1,
+        devices=declared if of_ddp else 1,
         max_epochs=settings.get("passes", 3),
         logger=False,
         enable_checkpointing=False,
@@ -88,13 +94,13 @@ def main() -> None:
         enable_model_summary=False,
         default_root_dir=out,
         callbacks=[*callbacks, *([killed] if killed else [])],
-        **{"limit_val_batches": 0, "num_nodes": 1 if settings["strategy"] == "ddp" else settings.get("nodes", workers)}
-        | settings.get("trainer", {}),
+        **{"limit_val_batches": 0, "num_nodes": 1 if of_ddp else declared} | options,
     )
     trainer.fit(module, source.loader())
     result = {
         "state": {name: value.cpu() for name, value in module.state_dict().items()},
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "scaler": trainer.precision_plugin.state_dict(),
         "optimizers": [each.state_dict() for each in trainer.optimizers],
         "steps": trainer.global_step,
         "replaces": killed is not None and killed.replaces,
