@@ -26,6 +26,7 @@ from unicron_lightning.replica.model import ReplicaModel
 from unicron_lightning.replica.shares import CallPlan, CallReport, plan_calls
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.commit import Sums, adopt_commit, commit
+from unicron_lightning.worker.communication.communicator import gather_rows
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.report_sum import Report, ReportSum
 
@@ -119,13 +120,12 @@ class ReplicaStep(Generic[_Sums]):
             fabric.phase = "idle"  # it may have been ready in an attempt that was lost completely
         self.sums = self._make_sums([m for call in self._calls for m in call])
         speaks = fabric.place.rank == fabric.place.layout.replicas[0].members[0]
-        activity = engine.activity
-        activity.enter("commit")
-        busy = activity.busy() / activity.micro_batches if activity.micro_batches else 0.0
-        committed = commit(engine, self.sums, [self._model.grad_norm if speaks else 0.0, busy])
-        norms, times = committed.ballots.T.tolist()
-        self.grad_norm = sum(norms)
+        engine.activity.enter("commit")
+        busy = engine.activity.busy()
+        committed = commit(engine, self.sums, [self._model.grad_norm if speaks else 0.0])
+        self.grad_norm = committed.own[0]
         if self._balance is not None:  # partners wait for each other in every micro-batch
+            times = gather_rows(engine.communicator, [busy]).flatten().tolist()
             replicas = fabric.place.layout.replicas
             self._balance.take([max(times[member] for member in replica.members) for replica in replicas])
         return committed.encode()
@@ -140,7 +140,7 @@ class ReplicaStep(Generic[_Sums]):
     def adopt(self, result: bytes) -> None:
         # A peer has committed, so this worker was in the commit: only the result is missing.
         assert self._engine is not None and self.sums is not None
-        self.grad_norm, _ = adopt_commit(self._engine, self.sums, result)
+        (self.grad_norm,) = adopt_commit(self._engine, self.sums, result)
 
     def _compute(self, engine: Engine, plan: CallPlan) -> None:
         fabric, model = self._fabric, self._model

@@ -1,4 +1,4 @@
-"""The commit of a step: one small all-gather of all members, after which each of them may step its optimizer.
+"""The commit of a step: one small sum over all members, after which each of them may step its optimizer.
 
 By it the members sum the step's other results (loss, logged values) and count those that know of a pending epoch; if
 all do, all switch at the end of the step. A member with the result knows that every member has come this far.
@@ -14,7 +14,6 @@ import msgspec
 import torch
 
 from unicron_lightning.worker.buckets import Bucket
-from unicron_lightning.worker.communication.communicator import gather_rows
 from unicron_lightning.worker.engine import Engine
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -56,17 +55,17 @@ class Commit:
 
     Attributes:
         leave: the epoch that all members agree to leave at the end of the step; 0: none.
-        ballots: what each member has sent beside the sums, a row for each rank.
-        totals: the sums over the members.
+        own: the members' further numbers, each summed over the members.
+        totals: the step's other sums, over the members.
     """
 
     leave: int
-    ballots: torch.Tensor
+    own: list[float]
     totals: list[float]
 
     def encode(self) -> bytes:
         """The commit as the result of an operation."""
-        return _encode((self.leave, self.ballots.sum(0).tolist(), self.totals))
+        return _encode((self.leave, self.own, self.totals))
 
 
 def commit(engine: Engine, sums: Sums, own: Sequence[float]) -> Commit:
@@ -77,13 +76,13 @@ def commit(engine: Engine, sums: Sums, own: Sequence[float]) -> Commit:
         sums: the step's other sums, complete on this rank; they are read and settled.
         own: further numbers of this rank; equally many on all ranks.
     """
-    leave, ballots, totals = _vote(engine, own, sums.totals())
+    leave, summed, totals = _vote(engine, own, sums.totals())
     if sums.read(totals):
         sums.settle(engine)
-        leave, ballots, _ = _vote(engine, own, ())
+        leave, summed, _ = _vote(engine, own, ())
     engine.switch_from = leave
     engine.fault("committed", engine.step)
-    return Commit(leave=leave, ballots=ballots, totals=totals)
+    return Commit(leave=leave, own=summed, totals=totals)
 
 
 def adopt_commit(engine: Engine, sums: Sums, result: bytes) -> list[float]:
@@ -97,10 +96,11 @@ def adopt_commit(engine: Engine, sums: Sums, result: bytes) -> list[float]:
     return own
 
 
-def _vote(engine: Engine, own: Sequence[float], totals: Sequence[float]) -> tuple[int, torch.Tensor, list[float]]:
+def _vote(engine: Engine, own: Sequence[float], totals: Sequence[float]) -> tuple[int, list[float], list[float]]:
     pending = engine.control is not None and engine.control.newer_than(engine.world.epoch) is not None
     engine.fault("commit", engine.step)
-    ballots = gather_rows(engine.communicator, [float(pending), *own, *totals])
-    votes, *summed = ballots.sum(0).tolist()
+    ballot = torch.tensor([float(pending), *own, *totals], dtype=torch.float64)
+    engine.communicator.wait(engine.communicator.all_reduce(ballot))
+    votes, *summed = ballot.tolist()
     leave = int(votes) == engine.world.size or engine.world.hold
-    return (engine.world.epoch if leave else 0), ballots[:, 1 : 1 + len(own)], summed[len(own) :]
+    return (engine.world.epoch if leave else 0), summed[: len(own)], summed[len(own) :]

@@ -24,7 +24,7 @@ from unicron_lightning.worker.agreement import odd_ranks
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import Bucket, GradientBuckets
 from unicron_lightning.worker.commit import Sums, adopt_commit, commit
-from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle
+from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle, gather_rows
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.ledger import StepPlan, plan_step
 from unicron_lightning.worker.report_sum import Report, ReportSum
@@ -101,13 +101,14 @@ class GradientStep:
         self._await_reductions(engine)
         engine.fault("reduced", engine.step)
         engine.activity.enter("commit")
-        activity = engine.activity
-        busy = activity.busy() / activity.micro_batches if activity.micro_batches else 0.0
-        committed = commit(engine, self._sums, (busy, self._digest))
-        times, digests = committed.ballots.T.tolist()
-        self.odd = odd_ranks(digests)
-        if self._balance is not None:
-            self._balance.take(times)
+        busy = engine.activity.busy()
+        committed = commit(engine, self._sums, (float(bool(self._digest)),))
+        self.odd = []
+        if committed.own[0] or self._balance is not None:
+            times, digests = gather_rows(engine.communicator, [busy, self._digest]).T.tolist()
+            self.odd = odd_ranks(digests)
+            if self._balance is not None:
+                self._balance.take(times)
         return committed.encode()
 
     def suspend(self) -> None:

@@ -16,6 +16,7 @@ from unicron_lightning.worker.communication.links.exchanges import (
     GatheredSum,
     HostCollective,
     Outbound,
+    PairwiseSum,
     RingSum,
     summing,
 )
@@ -71,7 +72,7 @@ def test_results_do_not_depend_on_the_order(world: int, seed: int) -> None:
     Network([Gather(rows[r], torch.tensor([r, 0.5, -r]), r) for r in range(world)], seed).run()
     assert all(torch.equal(row, torch.tensor([[r, 0.5, -r] for r in range(world)])) for row in rows)
 
-    for make, length in ((GatheredSum, 5), (RingSum, 5), (RingSum, 1000), (RingSum, 1)):
+    for make, length in ((GatheredSum, 5), (PairwiseSum, 5), (RingSum, 5), (RingSum, 1000), (RingSum, 1)):
         generator = torch.Generator().manual_seed(seed)
         tensors = [torch.rand(length, generator=generator) for _ in range(world)]
         total = torch.stack(tensors).sum(0)
@@ -99,7 +100,7 @@ def test_large_tensors_go_in_segments() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64])
 def test_types(dtype: torch.dtype) -> None:
-    for make in (GatheredSum, RingSum):
+    for make in (GatheredSum, PairwiseSum, RingSum):
         tensors = [torch.full((10,), r + 1, dtype=dtype) for r in range(4)]
         Network([make(tensor, r, 4) for r, tensor in enumerate(tensors)], 0).run()
         assert all(tensor.tolist() == [10] * 10 for tensor in tensors)
@@ -122,24 +123,47 @@ def test_what_is_not_expected() -> None:
     for part, segment in ((1, 0), (4, 0), (0, 1)):
         with pytest.raises(KeyError):
             exchange.place(part, segment)
+    pairs = PairwiseSum(torch.ones(10), 1, 3)  # with rank 0 only
+    for part, segment in ((0, 0), (2, 0), (1, 1)):
+        with pytest.raises(KeyError):
+            pairs.place(part, segment)
     with pytest.raises(ValueError, match="contiguous"):
         Broadcast(torch.ones(4, 4).t(), 0, 0, 2)
 
 
+@pytest.mark.parametrize(("world", "hops"), [(16, 4), (100, 8), (1000, 11), (1024, 10)])
+def test_cost_of_a_commit(world: int, hops: int) -> None:
+    """A commit's 25 numbers: hops, messages, links and bytes of a rank grow with the logarithm of the world."""
+    sums = [torch.full((25,), float(r), dtype=torch.float64) for r in range(world)]
+    network = Network([summing(tensor, r, world) for r, tensor in enumerate(sums)], 0)
+    network.run()
+    assert all(torch.equal(tensor, torch.full_like(tensor, world * (world - 1) / 2)) for tensor in sums)
+    assert max(network.sent) <= hops and network.parts == hops
+    assert max(network.bytes) == 200 * (max(network.sent) if world > 40 else world - 1)
+    assert max(len(peers(r, world)) for r in range(world)) <= 2 * len(distances(world))
+
+
 @pytest.mark.parametrize(("world", "hops"), [(16, 4), (100, 7), (1024, 10)])
-def test_cost(world: int, hops: int) -> None:
-    """A commit's row of each rank reaches all ranks in ceil(log2(world)) hops, with as many messages and links."""
-    rows = [torch.empty(world, 25, dtype=torch.float64) for _ in range(world)]
-    sent = torch.ones(25, dtype=torch.float64)
+def test_cost_of_rows(world: int, hops: int) -> None:
+    """Rows of each rank, and a broadcast, reach all ranks in ceil(log2(world)) hops, with as many messages."""
+    rows = [torch.empty(world, 2, dtype=torch.float64) for _ in range(world)]
+    sent = torch.ones(2, dtype=torch.float64)
     network = Network([Gather(row, sent, r) for r, row in enumerate(rows)], 0)
     network.run()
     assert set(network.sent) == {hops} and network.parts == hops
-    assert set(network.bytes) == {(world - 1) * 200}
-    assert max(len(peers(r, world)) for r in range(world)) <= 2 * hops
     copies = [torch.full((10,), r) for r in range(world)]
     tree = Network([Broadcast(copy, 5, r, world) for r, copy in enumerate(copies)], 0)
     tree.run()
     assert sum(tree.sent) == world - 1 and max(tree.hops) <= hops
+
+
+def test_the_way_with_the_shortest_time() -> None:
+    def chosen(numbers: int, world: int) -> type:
+        return type(summing(torch.empty(numbers, dtype=torch.float64), 0, world))
+
+    assert [chosen(25, world) for world in (2, 16, 40, 41, 1024)] == [GatheredSum] * 3 + [PairwiseSum] * 2
+    assert [chosen(10_000, world) for world in (2, 8, 1024)] == [PairwiseSum] * 3
+    assert [chosen(130_000, world) for world in (2, 8, 64, 1024)] == [PairwiseSum, RingSum, RingSum, PairwiseSum]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 6, 8, 100])

@@ -150,13 +150,9 @@ class Activity:
         self._micro_batches += 1
 
     def busy(self) -> float:
-        """Seconds that this rank has spent fetching and computing in this step; 0 before."""
-        return self._times.get("compute", 0.0) + self._times.get("data", 0.0)
-
-    @property
-    def micro_batches(self) -> int:
-        """Number of micro-batches finished in this step."""
-        return self._micro_batches
+        """Seconds that this rank has spent in this step fetching and computing one micro-batch; 0 before the first."""
+        spent = self._times.get("compute", 0.0) + self._times.get("data", 0.0)
+        return spent / self._micro_batches if self._micro_batches else 0.0
 
     def committed(self, step: int) -> None:
         """Record the commit of a step; the optimizer runs next.
