@@ -88,6 +88,38 @@ def await_file(path: Path) -> str:
     return path.read_text()
 
 
+def connected_as_needed(rank: int, world: int, folder: Path, all_pairs: bool) -> Any:
+    """Connections of a group at first, and after collectives; then rank 1 waits for members that send nothing, and
+    cuts.
+    """
+    store = dist.FileStore(str(folder / "store"), world)
+    group = PeerGroup(store, rank, world, "127.0.0.1", all_pairs=all_pairs)
+    process_group = ProcessGroup(group, rank, world)
+    first = len(group._connections)
+    tensor = torch.ones(ELEMENTS // 1000)
+    process_group.allreduce([tensor]).wait()
+    process_group._allgather_base(torch.empty(world), torch.ones(1)).wait()
+    for root in range(world):
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        process_group.broadcast([tensor], options).wait()
+    second = len(group._connections)
+    found = {"connections": [first, second], "sum": float(tensor[0]), "disconnected": group.disconnected()}
+    if rank == 1:
+        threading.Timer(CUT_AFTER, group.cut).start()
+        began = time.monotonic()
+        gathering = dist.GatherOptions()
+        gathering.rootRank = rank
+        try:
+            process_group.gather([[torch.empty(1) for _ in range(world)]], [torch.ones(1)], gathering).wait()
+        except RuntimeError:
+            found["released"] = time.monotonic() - began
+        (folder / "released").write_text("1")
+    await_file(folder / "released")
+    group.close()
+    return found
+
+
 def scattered(rank: int, world: int, folder: Path) -> Any:
     """Results of one and two simultaneous reduce-scatters, and the works that the group holds afterwards."""
     group = PeerGroup(dist.FileStore(str(folder / "store"), world), rank, world, "127.0.0.1")

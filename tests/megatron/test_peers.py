@@ -24,6 +24,15 @@ def test_a_sender_that_dies_amid_its_message(worlds: Worlds, tmp_path: Path, ope
     assert found["closing"] < 1
 
 
+@pytest.mark.parametrize("all_pairs", [False, True])
+def test_a_group_connects_the_peers_that_it_needs(worlds: Worlds, tmp_path: Path, all_pairs: bool) -> None:
+    """Each of six members is connected to those at distance 1 and 2, or to all; collectives need no others."""
+    found = worlds.run("broken:connected_as_needed", 6, tmp_path, all_pairs=all_pairs)
+    assert [each["connections"] for each in found] == [[5, 5] if all_pairs else [4, 4]] * 6
+    assert [(each["sum"], each["disconnected"]) for each in found] == [(6.0, False)] * 6
+    assert 0 < found[1]["released"] < 5, "a wait for peers that do nothing outlasted the cut"
+
+
 def test_reduce_scatters_give_each_its_part(worlds: Worlds, tmp_path: Path) -> None:
     """No ended work is kept, unlike in torch's own implementation, which never reports completion."""
     first, second = worlds.run("broken:scattered", 2, tmp_path)

@@ -25,11 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unicron_lightning.worker.communication.gloo import Ending, GlooGroup
+from unicron_lightning.worker.communication.gloo import LOOK_UP, Ending, GlooGroup, Unfinished
 from unicron_lightning.worker.control.activity import Activity
-
-LOOK_UP: Final = timedelta(seconds=0.1)
-"""Interval at which a wait checks whether the group has been cut; a wait that gloo ends itself ends at once."""
 
 MESSAGES: Final = ("send", "recv", "recv_anysource")
 COLLECTIVES: Final = (
@@ -43,18 +40,29 @@ COALESCED_REDUCE_SCATTERS: Final = ("reduce_scatter_tensor_coalesced", "reduce_s
 
 
 class PeerGroup(GlooGroup):
-    """A gloo group that releases its waiters; arguments as for `GlooGroup`.
+    """A gloo group that releases its waiters.
+
+    The constructor blocks until the peers are connected; run it in a thread if one may be dead.
+
+    Args:
+        args: as for `GlooGroup`.
+        all_pairs: see `GlooGroup.connect`.
 
     Attributes:
         activity: records the training thread's waits, which tell a rank that waits for a hung one from that one.
+
+    Raises:
+        CommunicatorAborted: the thread's attempt was abandoned.
+        RuntimeError: a peer was lost.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, all_pairs: bool = True) -> None:
+        super().__init__(*args)
         self.activity: Activity | None = None
         self._works: list[dist.Work] = []
         self._messages: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.connect(all_pairs=all_pairs)
 
     def start(self, work: dist.Work) -> Collective:
         """Register a collective and wrap its `Work`."""
@@ -117,7 +125,7 @@ class PeerGroup(GlooGroup):
     def close(self, handles: Sequence[Ending] = ()) -> None:
         """Cut, and release the group when its collectives, too, have ended."""
         works, self._works = self._works, []
-        super().close([*handles, *map(_Unfinished, works)])
+        super().close([*handles, *map(Unfinished, works)])
         if self._thread is not None:
             self._messages.put(None)
             self._thread = None
@@ -125,17 +133,6 @@ class PeerGroup(GlooGroup):
     def _serve(self) -> None:
         while (wait := self._messages.get()) is not None:
             wait()
-
-
-class _Unfinished:
-    """A collective that may be stuck in gloo."""
-
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
-
-    @property
-    def done(self) -> bool:
-        return self._work.is_completed()
 
 
 class Collective:

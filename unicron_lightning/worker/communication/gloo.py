@@ -8,23 +8,37 @@ has ended, at the latest after the operation time-out.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import json
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from unicron_lightning.worker.communication import sockets
-from unicron_lightning.worker.communication.communicator import Gate, Handle
-from unicron_lightning.worker.communication.gloo_addresses import AddressStore, Exchange
+from unicron_lightning.worker.communication.background_connect import abandoned
+from unicron_lightning.worker.communication.communicator import CommunicatorAborted, Gate, Handle
+from unicron_lightning.worker.communication.gloo_addresses import (
+    AddressStore,
+    Exchange,
+    GatheredAddresses,
+    StoredAddresses,
+)
 
 OPERATION_TIMEOUT: Final = timedelta(seconds=300)
 """Bound on the life of a buried group. A longer wait (for a very slow peer) costs a new communicator, but no work."""
+LOOK_UP: Final = timedelta(seconds=0.1)
+"""Interval at which a wait checks whether the group has been cut; a wait that gloo ends itself ends at once."""
 BURIED_POLL_SECONDS: Final = 0.05
+CONNECTING_SECONDS: Final = 1.0
+"""Time after a cut in which a connection that is being made may appear. Later ones are shut down at once."""
+_CONSTRUCTION: Final = threading.Lock()
+"""Held while a group opens the socket on which it listens, so that no other group's is taken for it."""
 
 
 class Ending(Protocol):
@@ -36,14 +50,22 @@ class Ending(Protocol):
         ...
 
 
-class GlooGroup:
-    """One gloo process group whose connections can be cut.
+class Unfinished:
+    """A collective that may be stuck in gloo."""
 
-    The constructor blocks until all peers are connected; run it in a thread if a peer may be dead.
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    @property
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+
+class GlooGroup:
+    """One gloo process group whose connections can be cut. A pair of members is connected when it is first needed.
 
     Args:
-        store: a client without other users, with a prefix fresh to this group, by which all peers are connected at
-            once; or an exchange of addresses, after which a collective connects the peers that it needs.
+        store: several groups may use it, with a prefix fresh to each; or an exchange of addresses.
         rank: this worker's place.
         world: number of members.
         host: address of this machine that peers can reach.
@@ -58,47 +80,83 @@ class GlooGroup:
         host: str,
         timeout: timedelta = OPERATION_TIMEOUT,
     ) -> None:
+        self.world = world
         self.backend: dist.ProcessGroupGloo | None = None
-        with sockets.descriptors_for(f"connections to {world - 1} peers"):
+        self.was_cut = False
+        self._cut_at = 0.0
+        self._found: set[sockets.OpenSocket] = set()
+        self._searched: set[str] | None = None
+        self._store: AddressStore = (
+            StoredAddresses(store, rank) if isinstance(store, dist.Store) else GatheredAddresses(store)
+        )
+        with sockets.descriptors_for("a group of gloo"), _CONSTRUCTION:
             before = sockets.all_sockets()
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            lazily = not isinstance(store, dist.Store)
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=lazily)]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=True)]
             options._timeout = timeout
             options._threads = 2
-            self._store = store if isinstance(store, dist.Store) else AddressStore()
             self.backend = dist.ProcessGroupGloo(self._store, rank, world, options)
-            new = sockets.all_sockets() - before
-            own = sockets.ends(new).listening
-            self._found: list[sockets.OpenSocket] | None = None
-            if isinstance(self._store, AddressStore):
-                assert not isinstance(store, dist.Store)
-                self._listening = self._store.exchange(own, store)
-            else:
-                self._listening = _stored(own, self._store, rank, world)
-                self._found = _of_members(new, self._listening)
-        self.used = not lazily
-        self.was_cut = False
+            listening = sockets.ends(sockets.all_sockets() - before).listening
+        self._store.publish(listening)
 
     def cut(self) -> None:
         """Shut the connections down, so that waits in them fail, here and at the peers. Callable from any thread."""
-        self.was_cut = True
+        if not self.was_cut:
+            self._cut_at = time.monotonic()
+            self.was_cut = True
+        self._store.end()
         for connection in self._connections:
             connection.shut_down()
 
     def disconnected(self) -> bool:
         """Whether gloo has closed all its connections, as it does soon after a cut, and writes to no tensor."""
-        return not any(connection.is_open() for connection in self._connections)
+        connections = self._connections
+        if any(connection.is_open() for connection in connections):
+            return False
+        waits = not self.was_cut or time.monotonic() < self._cut_at + CONNECTING_SECONDS
+        return not (waits and (self.connecting or not connections))
+
+    @property
+    def connecting(self) -> bool:
+        """Whether gloo tries to connect a peer, or has lost the connection at once."""
+        return len(self._connections) < len(self._store.peers)
 
     def broken(self) -> bool:
         """Whether gloo has closed any of its connections, because of a cut here or at the other end."""
         return not all(connection.is_open() for connection in self._connections)
 
+    def connect(self, *, all_pairs: bool) -> None:
+        """Connect peers, so that a cut releases all waits for them.
+
+        Other pairs are connected when they are first needed; a message for such a peer may block the calling thread.
+
+        Args:
+            all_pairs: connect all peers; otherwise those at distance 1, 2, 4, ... in both directions: the ones of sums,
+                gathers on all ranks, broadcasts and barriers.
+
+        Raises:
+            CommunicatorAborted: the thread's attempt was abandoned.
+            RuntimeError: a peer was lost.
+        """
+        backend: Any = self.backend
+        one = torch.zeros(self.world, dtype=torch.uint8)
+        work = backend.alltoall_base(torch.empty_like(one), one, [], []) if all_pairs else backend.barrier()
+        try:
+            while not _ended(work):
+                if abandoned():
+                    raise CommunicatorAborted("the epoch was superseded while connecting")
+            work.wait()
+        except BaseException:
+            self.close([Unfinished(work)])
+            raise
+        peers = set(self._store.peers)
+        self._found, self._searched = self._connections, peers  # searched again only if there are further peers
+
     @property
-    def _connections(self) -> list[sockets.OpenSocket]:
-        if self._found is not None:
-            return self._found
-        return _of_members(sockets.all_sockets(), self._listening) if self.used else []
+    def _connections(self) -> set[sockets.OpenSocket]:
+        if self._searched != self._store.peers:
+            self._found = self._found | _of_members(sockets.all_sockets(), self._store.listening)
+        return self._found
 
     def close(self, handles: Sequence[Ending] = ()) -> None:
         """Cut, and release the group when ``handles`` have ended."""
@@ -107,14 +165,14 @@ class GlooGroup:
             return
         self.cut()  # again, for connections that a cut in another thread has not reached yet
         # The destructor joins gloo's threads, which may be stuck, so it must never run on the training thread.
-        _GRAVEYARD.bury(backend, self._store, list(handles))
+        _GRAVEYARD.bury(_Buried(self, backend, self._store, list(handles)))
 
 
 class GlooCommunicator:
     """Collectives of one epoch over gloo; CPU tensors.
 
     Args:
-        store, rank, world, host, timeout: as for `GlooGroup`, whose constructor is called here.
+        store, rank, world, host, timeout: as for `GlooGroup`, which is connected here if it has a store.
         gate: on which the training thread waits, if it is shared with another communicator.
     """
 
@@ -135,6 +193,8 @@ class GlooCommunicator:
         self._gate = Gate() if gate is None else gate
         self._handles: list[Handle] = []
         self._group = GlooGroup(store, rank, world, host, timeout)
+        if isinstance(store, dist.Store):
+            self._group.connect(all_pairs=True)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         return self._start(lambda group: group.allreduce([tensor]))
@@ -179,7 +239,6 @@ class GlooCommunicator:
         self._gate.check()
         group = self._group.backend
         assert group is not None and callable(begin)
-        self._group.used = True
         try:
             handle = self._gate.watch(begin(group))
         except RuntimeError as error:  # a dead peer may be detected when the collective is started
@@ -191,20 +250,37 @@ class GlooCommunicator:
         return handle
 
 
-def _stored(
-    own: Sequence[sockets.SocketAddress], store: dist.Store, rank: int, world: int
-) -> set[sockets.SocketAddress]:
-    """Exchange the addresses on which members listen through the store."""
-    store.set(f"ports/{rank}", json.dumps(list(own)))
-    return {(ip, port) for r in range(world) for ip, port in json.loads(store.get(f"ports/{r}"))}
+def _ended(work: dist.Work) -> bool:
+    """Wait for a collective, for a limited time; return whether it has ended, successfully or not."""
+    with contextlib.suppress(RuntimeError):
+        work.wait(LOOK_UP)
+    return work.is_completed()
 
 
-def _of_members(candidates: set[sockets.OpenSocket], listening: set[sockets.SocketAddress]) -> list[sockets.OpenSocket]:
+def _of_members(candidates: set[sockets.OpenSocket], listening: set[sockets.SocketAddress]) -> set[sockets.OpenSocket]:
     """Pick a group's own connections: one end of each is an address on which a member listens.
 
     Another thread may have opened sockets meanwhile, so a new socket is not always the group's.
     """
-    return [connection for connection, ends in sockets.ends(candidates).connected.items() if ends & listening]
+    return {connection for connection, ends in sockets.ends(candidates).connected.items() if ends & listening}
+
+
+class _Buried(NamedTuple):
+    """A closed group."""
+
+    group: GlooGroup
+    backend: dist.ProcessGroupGloo
+    store: dist.Store
+    """gloo may still read a store of Python's."""
+    handles: Sequence[Ending]
+
+    def free(self) -> bool:
+        """Whether gloo has ended all its operations; if not, a connection that appeared meanwhile is shut down."""
+        if all(handle.done for handle in self.handles):
+            return True
+        if self.group.connecting:
+            self.group.cut()
+        return False
 
 
 class _Graveyard:
@@ -212,12 +288,12 @@ class _Graveyard:
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
-        self._buried: list[tuple[dist.ProcessGroupGloo, dist.Store, Sequence[Ending]]] = []
+        self._buried: list[_Buried] = []
         self._thread: threading.Thread | None = None
 
-    def bury(self, group: dist.ProcessGroupGloo, store: dist.Store, handles: Sequence[Ending]) -> None:
+    def bury(self, buried: _Buried) -> None:
         with self._lock:
-            self._buried.append((group, store, handles))  # gloo may still read a store of Python's
+            self._buried.append(buried)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="unicron-graveyard", daemon=True)
                 self._thread.start()
@@ -232,15 +308,16 @@ class _Graveyard:
         them.
         """
         with self._lock:
-            for group, store, _ in self._buried:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+            for buried in self._buried:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(buried.backend))
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(buried.store))
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                free = [entry for entry in self._buried if all(handle.done for handle in entry[2])]
-                self._buried = [entry for entry in self._buried if not all(handle.done for handle in entry[2])]
+                ended = [buried.free() for buried in self._buried]
+                free = [buried for buried, over in zip(self._buried, ended, strict=True) if over]
+                self._buried = [buried for buried, over in zip(self._buried, ended, strict=True) if not over]
             free.clear()  # runs the destructors in this thread
             with self._lock:
                 if not self._buried:

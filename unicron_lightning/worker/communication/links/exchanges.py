@@ -20,7 +20,7 @@ from unicron_lightning.worker.communication.links.pattern import distances
 CHUNK_BYTES: Final = 1 << 20
 """Most bytes sent at once by large sums and broadcasts."""
 GATHERED_SUM_BYTES: Final = 1 << 13
-"""Sums up to this many bytes of all ranks together are gathered and added in rank order, which takes the fewest hops."""
+"""Sums up to this many bytes of all ranks together are gathered and added in rank order, the way of the fewest hops."""
 _HOP_BYTES: Final = 30_000
 """Bytes that a link carries in the time of one hop (estimated: 30 us, 1 GB/s)."""
 
