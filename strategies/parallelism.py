@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from unicron_lightning.checkpoints.staging import HeldCheckpoint
-from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, PassLoader
+from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.pass_loaders import EvaluationLoader, PassLoader
 from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.passes.prediction import Predictions
 from unicron_lightning.strategies.session import Session

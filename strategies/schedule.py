@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import sized_len
 from typing_extensions import override
 
-from unicron_lightning.data.loader import StepLoader
+from unicron_lightning.data.combined_loader import CombinedSteps
+from unicron_lightning.data.loader import InPlace, StepLoader
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 
@@ -74,22 +75,32 @@ class Schedule:
     def __init__(self) -> None:
         self.val_check_interval: int | None = None
 
-    def attend(self, trainer: pl.Trainer, loader: StepLoader, shape: StepShape) -> None:
-        """Follow the epochs of a training loader, if its steps change."""
-        if shape.schedule:
-            start: Any = _EpochStart(loader.sampler, lambda epoch: self._begin(trainer, loader, shape.of(epoch)))
-            loader.sampler = start
+    def attend(
+        self, trainer: pl.Trainer, loader: StepLoader | CombinedSteps, shape: StepShape, sampled: InPlace
+    ) -> None:
+        """Follow the epochs of training data, if its steps change.
 
-    def _begin(self, trainer: pl.Trainer, loader: StepLoader, shape: StepShape) -> None:
+        Args:
+            trainer: iterates over it.
+            loader: yields the steps.
+            shape: of the steps.
+            sampled: a loader on whose sampler Lightning sets the epoch.
+        """
+        if shape.schedule:
+            start: Any = _EpochStart(sampled.sampler, lambda epoch: self._begin(trainer, loader, shape.of(epoch)))
+            sampled.sampler = start
+
+    def _begin(self, trainer: pl.Trainer, loader: StepLoader | CombinedSteps, shape: StepShape) -> None:
         """Set the numbers of steps and batches that Lightning has determined once, for the present epoch's."""
         loop = trainer.fit_loop
         combined: CombinedLoader | None = loop._combined_loader
         length = sized_len(loader)
         if combined is None or loop._data_fetcher is None or length is None:  # a stream has no length in any epoch
             return
-        limit = trainer.limit_train_batches
-        length = min(length, limit) if isinstance(limit, int) else int(length * limit)
-        combined.limits = [length]
+        if not isinstance(loader, CombinedSteps):  # which knows its limits
+            limit = trainer.limit_train_batches
+            length = min(length, limit) if isinstance(limit, int) else int(length * limit)
+            combined.limits = [length]
         loop.max_batches = loop._data_fetcher.length = length
         if getattr(trainer, "_val_check_time_interval", None) is not None:
             return

@@ -117,7 +117,7 @@ def check_megatron_layout(config: Any, shape: Shape) -> None:
             )
 
 
-def check_megatron_loader(loader: object) -> int:
+def check_megatron_loader(loader: DataLoader[Any]) -> int:
     """Refuse micro-batches of different sizes: pipeline stages exchange tensors of one shape.
 
     Returns:
@@ -143,7 +143,7 @@ def check_megatron_loader(loader: object) -> int:
     return size
 
 
-def check_validation_loader(loader: object) -> None:
+def check_validation_loader(loader: DataLoader[Any]) -> None:
     """Refuse batches of unknown size; the last one of a pass may be smaller.
 
     Raises:

@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops import _EvaluationLoop
 
-from unicron_lightning.data.loader import EvaluationLoader
 from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.data.pass_loaders import EvaluationLoader
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype, merge_calls
 from unicron_lightning.strategies.metrics.step_metrics import State, StepMetrics
 from unicron_lightning.strategies.metrics.torch_metrics import merge_metric_states, set_common_aside

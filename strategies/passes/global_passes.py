@@ -17,8 +17,9 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from unicron_lightning.data.loader import GlobalBatch, PassLoader
+from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.pass_loaders import PassLoader
 from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.evaluation import ReplicaEvaluation

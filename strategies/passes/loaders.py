@@ -8,12 +8,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.utilities.combined_loader import CombinedLoader, _shutdown_workers_and_reset_iterator
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
-from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, PassLoader, StepLoader, TrainingLoader
+from unicron_lightning.data.combined_loader import CombinedSteps, PartLoader
+from unicron_lightning.data.loader import GlobalBatch, IndexedSteps, Numbered, StepLoader, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
+from unicron_lightning.data.pass_loaders import EvaluationLoader, PassLoader
+from unicron_lightning.data.sources import Batches, as_loader
 from unicron_lightning.data.stream_loader import StreamLoader
 from unicron_lightning.data.streams import Streams
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, unwrapped
@@ -24,8 +29,9 @@ from unicron_lightning.worker.operations import Agreement, unpack_parts
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
-
 _BEFORE_TRANSFER: Final = "_on_before_batch_transfer"
+
+Made = StepLoader | PartLoader | EvaluationLoader | PassLoader
 
 
 class _BeforeTransfer:
@@ -58,11 +64,13 @@ class Loaders:
         self._samples = True
         """Whether Lightning would make samplers, which the user can switch off."""
         self._predictions: Predictions | None = None
-        self._made: list[StepLoader | EvaluationLoader | PassLoader] = []
+        self._made: list[Made] = []
+        self._combined: CombinedSteps | None = None
+        """The present training data, if it has several loaders."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has made no loaders yet."""
-        return {**vars(self), "_made": [], "_predictions": None}
+        return {**vars(self), "_made": [], "_predictions": None, "_combined": None}
 
     def attend(self, trainer: pl.Trainer) -> None:
         """Replace the samplers that Lightning would make for this trainer, if it would."""
@@ -73,17 +81,25 @@ class Loaders:
         sources = (trainer.lightning_module, getattr(trainer, "datamodule", None))
         if any(is_overridden("on_before_batch_transfer", source) for source in sources):
             vars(trainer.lightning_module)[_BEFORE_TRANSFER] = _BeforeTransfer(trainer.lightning_module)
+        source = trainer.fit_loop._data_source
+        trainer.fit_loop._data_source = TrainingSource(source.instance, source.name, partial(self._combine, trainer))
 
-    def wrap(self, trainer: pl.Trainer, loader: object, shape: StepShape, seed: int) -> object:
-        """Return the loader for the loop of the trainer's present stage, instead of ``loader``.
+    def wrap(self, trainer: pl.Trainer, users: object, shape: StepShape, seed: int) -> object:
+        """Return the loader for the loop of the trainer's present stage, instead of the user's.
 
         Raises:
             ConfigError: for loaders that can't be distributed.
         """
-        check_loader(loader, streams=bool(trainer.training and self._strategy.parallelism.whole))
-        assert isinstance(loader, DataLoader)
-        made: StepLoader | EvaluationLoader | PassLoader
-        if trainer.training:
+        loader = as_loader(users)
+        combined = self._combined if trainer.training else None
+        streams = trainer.training and combined is None and self._strategy.parallelism.whole
+        check_loader(loader, streams=bool(streams))
+        made: Made
+        if combined is not None:
+            self._strategy.parallelism.steps.check_data(loader)
+            order = self._order(trainer, loader, StepShape(devices=shape.devices, accumulation=1))
+            made = PartLoader(loader, order, seed)
+        elif trainer.training:
             self._strategy.parallelism.steps.check_data(loader)
             made = self._training(trainer, loader, shape, seed)
         elif trainer.predicting:
@@ -93,17 +109,23 @@ class Loaders:
             made = PredictionLoader(loader, shape.devices, seed, self._predictions)
         else:
             made = self._strategy.parallelism.evaluation.loader(trainer, loader, shape)
-        if self._samples and not isinstance(made, PassLoader | StreamLoader):
+        if loader is not users:
+            made.ordinary = users
+        elif self._samples and not isinstance(made, PassLoader | StreamLoader):
             made.ordinary = ordinary(trainer, loader, shape.devices, self._strategy.global_rank)
         if isinstance(made, StepLoader):
-            self._strategy.schedule.attend(trainer, made, shape)
+            self._strategy.schedule.attend(trainer, made, shape, made)
+        elif isinstance(made, PartLoader) and combined is not None and users is combined.flattened[0]:
+            self._strategy.schedule.attend(trainer, combined, shape, made)
         made.taken = partial(show_ordinary, trainer)
         self._made.append(made)
         return made
 
     @property
-    def training(self) -> StepLoader | None:
+    def training(self) -> StepLoader | CombinedSteps | None:
         """The present run's loader of training data."""
+        if self._combined is not None:
+            return self._combined
         return next((made for made in reversed(self._made) if isinstance(made, StepLoader)), None)
 
     def committed(self, trainer: pl.Trainer, batch: GlobalBatch) -> None:
@@ -126,27 +148,39 @@ class Loaders:
         self._made = []
         if self._trainer is not None:
             vars(self._trainer.lightning_module).pop(_BEFORE_TRANSFER, None)
-        self._predictions = None
+        self._predictions = self._combined = None
+
+    def _combine(self, trainer: pl.Trainer, users: Any) -> Any:
+        """Return training data as Lightning's loop is to get it: several loaders as one that yields steps."""
+        several = users if isinstance(users, CombinedLoader) else CombinedLoader(users, "max_size_cycle")
+        self._combined = None
+        if len(several.flattened) < 2:
+            return users
+        self._combined = CombinedSteps(several, self._strategy.shape, partial(self._steps, trainer, None))
+        return self._combined
+
+    def _steps(self, trainer: pl.Trainer, limit: int | None, order: Numbered) -> IndexedSteps:
+        boundary = partial(self._strategy.boundary, trainer)
+        return IndexedSteps(order, limit, partial(_position, trainer), self._strategy.share, boundary, self._ended)
+
+    def _ended(self) -> None:
+        self._strategy.engine.activity.enter("epoch_end")
+
+    def _order(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape) -> DataOrder:
+        """Return the order of training data, shuffled as under ddp; a sequence of batches keeps its own."""
+        shuffle = self._strategy.parallelism.shuffles and self._samples and not trainer.overfit_batches  # type: ignore[attr-defined]
+        return DataOrder(loader, shape, order_seed(), shuffle and not isinstance(loader.dataset, Batches))
 
     def _training(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape, seed: int) -> StepLoader:
         limit = trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else None
-        loop = trainer.fit_loop
-
-        def position() -> tuple[int, int]:
-            epoch: Any = loop.epoch_progress.current
-            return epoch.processed, loop.epoch_loop.batch_progress.current.ready
-
-        def ended() -> None:
-            self._strategy.engine.activity.enter("epoch_end")
-
-        boundary = partial(self._strategy.boundary, trainer)
         if isinstance(loader.dataset, IterableDataset):
-            return self._stream(trainer, loader, shape, limit=limit, position=position, boundary=boundary)
-        shuffle = self._strategy.parallelism.shuffles and self._samples and not trainer.overfit_batches  # type: ignore[attr-defined]
-        order = DataOrder(loader, shape, order_seed(), shuffle)
-        return TrainingLoader(loader, order, seed, limit, position, self._strategy.share, boundary, ended)
+            return self._stream(trainer, loader, shape, limit)
+        order = self._order(trainer, loader, shape)
+        return TrainingLoader(loader, order, seed, self._steps(trainer, limit, order))
 
-    def _stream(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape, **options: Any) -> StreamLoader:
+    def _stream(
+        self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape, limit: int | None
+    ) -> StreamLoader:
         strategy = self._strategy
         ends = strategy.agreed.streams
 
@@ -161,9 +195,47 @@ class Loaders:
 
         seen_as = partial(strategy.seen_as, size=shape.devices)
         streams = Streams(loader, shape, order_seed(), ends, seen_as)
-        options |= {"share": strategy.share, "agree": agree, "begins": begins}
-        reading = partial(strategy.engine.activity.during, "data")
-        return StreamLoader(loader, shape, streams, ends, reading=reading, **options)
+        return StreamLoader(
+            loader,
+            shape,
+            streams,
+            ends,
+            limit=limit,
+            position=partial(_position, trainer),
+            share=strategy.share,
+            boundary=partial(strategy.boundary, trainer),
+            agree=agree,
+            begins=begins,
+            reading=partial(strategy.engine.activity.during, "data"),
+        )
+
+
+class TrainingSource(_DataLoaderSource):
+    """Lightning's source of training data, which combines several loaders.
+
+    Args:
+        instance, name: of Lightning's source.
+        combine: takes what the user gave; returns what Lightning's loop is to get.
+    """
+
+    def __init__(self, instance: Any, name: str, combine: Callable[[Any], Any]) -> None:
+        super().__init__(instance, name)
+        self._combine = combine
+
+    @override
+    def dataloader(self) -> Any:
+        return self._combine(super().dataloader())
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """A copy is Lightning's, as this object belongs to a run."""
+        return _DataLoaderSource, (self.instance, self.name)
+
+
+def _position(trainer: pl.Trainer) -> tuple[int, int]:
+    """Return the present epoch and the step within it, from Lightning's counters."""
+    loop = trainer.fit_loop
+    epoch: Any = loop.epoch_progress.current
+    return epoch.processed, loop.epoch_loop.batch_progress.current.ready
 
 
 def order_seed() -> int:

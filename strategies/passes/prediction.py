@@ -22,8 +22,8 @@ from lightning.pytorch.utilities.types import _PREDICT_OUTPUT
 from torch.utils.data import DataLoader
 
 from unicron_lightning.copying import OfProcess
-from unicron_lightning.data.loader import EvaluationLoader
 from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.data.pass_loaders import EvaluationLoader
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.evaluation import Evaluation, unfinished
 from unicron_lightning.worker.ledger import share

@@ -13,7 +13,8 @@ import lightning.pytorch as pl
 import torch
 
 from unicron_lightning import __version__
-from unicron_lightning.data.loader import StepLoader, TrainingLoader
+from unicron_lightning.data.combined_loader import CombinedSteps
+from unicron_lightning.data.loader import IndexedSteps, StepLoader, TrainingLoader
 from unicron_lightning.data.stream_loader import StreamLoader
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import check_agreement, digest
@@ -45,7 +46,7 @@ class Comparison:
         """Describe the model of a ``fit``."""
         self.described = describe_model(trainer) if self._active else {}
 
-    def add_data(self, loader: StepLoader | None) -> None:
+    def add_data(self, loader: StepLoader | CombinedSteps | None) -> None:
         """Add the training data to the description."""
         if self._active and loader is not None:
             self.described = {**self.described, **describe_data(loader)}
@@ -93,25 +94,25 @@ def describe_model(trainer: pl.Trainer) -> dict[str, str]:
     }
 
 
-def describe_data(loader: StepLoader) -> dict[str, str]:
+def describe_data(loader: StepLoader | CombinedSteps) -> dict[str, str]:
     """Describe length and order of the training data, by the first step and a later one that is equal on all
     workers; of a stream, by its first batch.
     """
     if isinstance(loader, StreamLoader):
         return {"data order": f"digest of the first batch {digest([_content(loader.first())])}"}
-    assert isinstance(loader, TrainingLoader)
-    steps = loader.steps(0)
+    assert isinstance(loader, TrainingLoader | CombinedSteps)
+    steps = loader.steps.number(0)
     later = random.Random(steps).randrange(steps) if steps else 0
-    places = [loader.at(0, step) for step in dict.fromkeys((0, later)) if step < steps]
-    orders = [(place.step, [loader.samples(place, m) for m in place.micro_batches]) for place in places]
+    orders = [(step, loader.steps.samples(step)) for step in dict.fromkeys((0, later)) if step < steps]
+    datasets = [part.dataset for part in (loader.flattened if isinstance(loader, CombinedSteps) else [loader])]
     return {
-        "data length": f"{_length(loader.dataset)} samples, {steps} steps an epoch{_schedule(loader)}",
+        "data length": f"{' + '.join(map(_length, datasets))} samples, {steps} steps an epoch{_schedule(loader.steps)}",
         "data order": f"digest of the samples of steps {[step for step, _ in orders]} {digest(orders)}",
     }
 
 
-def _schedule(loader: TrainingLoader) -> str:
-    epochs = loader.shape.schedule
+def _schedule(steps: IndexedSteps) -> str:
+    epochs = steps.shape.schedule
     return f", with schedule of accumulate_grad_batches {dict(epochs)}" if epochs else ""
 
 

@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from unicron_lightning.data.fetch import Fetcher
-from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, TrainingLoader
+from unicron_lightning.data.loader import GlobalBatch, IndexedSteps, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.data.pass_loaders import EvaluationLoader
 from unicron_lightning.worker.ledger import share
 
 SHAPE = StepShape(devices=2, accumulation=2)
@@ -47,7 +48,8 @@ class World:
 
     def loader(self, loader: DataLoader[Any], limit: int | None = None, seed: int = 1) -> TrainingLoader:
         order = DataOrder(loader, SHAPE, 0)
-        return TrainingLoader(loader, order, seed, limit, lambda: (self.epoch, self.step), self.share, self.boundary)
+        steps = IndexedSteps(order, limit, lambda: (self.epoch, self.step), self.share, self.boundary)
+        return TrainingLoader(loader, order, seed, steps)
 
 
 def run(world: World, loader: TrainingLoader) -> Iterator[tuple[GlobalBatch, list[Any]]]:

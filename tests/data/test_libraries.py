@@ -20,7 +20,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from unicron_lightning.data import streams
 from unicron_lightning.data.order import StepShape
-from unicron_lightning.data.streams import StreamEnds, Streams, same
+from unicron_lightning.data.sources import same
+from unicron_lightning.data.streams import StreamEnds, Streams
 
 SHAPE = StepShape(devices=3, accumulation=1)
 SAMPLES = 60

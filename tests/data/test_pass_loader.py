@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from unicron_lightning.data.loader import PassLoader
 from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.pass_loaders import PassLoader
 
 SHAPE = StepShape(devices=2, accumulation=2)
 

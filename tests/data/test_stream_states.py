@@ -12,7 +12,8 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from unicron_lightning.data.order import StepShape, check_loader
-from unicron_lightning.data.streams import STATE_STEPS, StreamEnds, Streams, same
+from unicron_lightning.data.sources import same
+from unicron_lightning.data.streams import STATE_STEPS, StreamEnds, Streams
 
 SHAPE = StepShape(devices=2, accumulation=2)
 DUE = STATE_STEPS * SHAPE.accumulation

@@ -14,7 +14,8 @@ from data import devices
 from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.order import StepShape, check_loader
-from unicron_lightning.data.streams import StreamChanged, StreamEnds, Streams, same
+from unicron_lightning.data.sources import same
+from unicron_lightning.data.streams import StreamChanged, StreamEnds, Streams
 from unicron_lightning.errors import ConfigError
 
 SHAPE = StepShape(devices=3, accumulation=2)

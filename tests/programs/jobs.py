@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -85,6 +86,9 @@ class Regression(pl.LightningModule):
         return (self.net(x) * kept.mean()).clamp(-1, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if isinstance(batch, dict):  # of several loaders
+            parts = [part for part in batch.values() if part is not None]
+            batch = [torch.cat(columns) for columns in zip(*parts, strict=True)]
         x, y = batch
         loss = (self(x) - y).square().mean()
         assert self.trainer.log_dir == self.log_dir
@@ -170,8 +174,10 @@ def samples(number: int = SAMPLES, seed: int = 0) -> TensorDataset:
     return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
 
-def job(module: Job | None = None, loader: Job | None = None, val: int = 1, **trainer: Any) -> Job:
-    return {"module": module or {}, "loader": loader or {}, "val": val, "trainer": {"max_epochs": 3} | trainer}
+def job(module: Job | None = None, loader: Job | None = None, val: int = 1, mode: str = "", **trainer: Any) -> Job:
+    """Return a case; with a mode its training data has two loaders."""
+    own = {"module": module or {}, "loader": loader or {}, "val": val, "mode": mode}
+    return own | {"trainer": {"max_epochs": 3} | trainer}
 
 
 class HookLogging(pl.Callback):
@@ -310,6 +316,10 @@ CASES: dict[str, Callable[[], Job]] = {
     ),
     "train_metrics_accumulate": lambda: job({"metrics": True}, accumulate_grad_batches=3),
     "hook_logging": lambda: job(callbacks=[HookLogging()]),
+    "several_cycle_accumulate": lambda: job(mode="max_size_cycle", accumulate_grad_batches=2),
+    "several_longest": lambda: job(mode="max_size", limit_train_batches=11),
+    "several_shortest": lambda: job(mode="min_size", loader={"num_workers": 1}),
+    "several_half": lambda: job(mode="max_size_cycle", limit_train_batches=0.5),
     "val_steps": lambda: job({"val_steps": True}, val=2, logger=CSVLogger("."), log_every_n_steps=2),
     "torch_distributed": lambda: job({"metrics": True}, callbacks=[TorchDistributed()]),
     "loggers": lambda: job(
@@ -319,7 +329,11 @@ CASES: dict[str, Callable[[], Job]] = {
 
 
 def loaders(made: Job) -> tuple[Any, Any]:
-    train = DataLoader(samples(), **{"batch_size": 4, "shuffle": True} | made["loader"])
+    options = {"batch_size": 4, "shuffle": True} | made["loader"]
+    train: Any = DataLoader(samples(), **options)
+    if made["mode"]:
+        several = {"long": train, "short": DataLoader(samples(40, seed=7), **options)}
+        train = several if made["mode"] == "max_size_cycle" else CombinedLoader(several, made["mode"])
     val = [DataLoader(samples(36 + 8 * i, seed=1 + i), batch_size=4) for i in range(made["val"])]
     return train, val[0] if len(val) == 1 else val
 

@@ -46,6 +46,8 @@ WORLD_OF_TWO = (
     "alternate",
     "buffers",
     "several_val",
+    "several_cycle_accumulate",
+    "several_longest",
     "loggers",
     "hook_logging",
     "torch_distributed",

@@ -9,16 +9,22 @@ worker processes are not restarted for this.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from unicron_lightning.data.order import DataOrder
 from unicron_lightning.data.seeding import place_seed, preserved, seed_all
 
 T = TypeVar("T")
 Place = tuple[int, int, int]
 """Epoch, step within the epoch, micro-batch within the step."""
+
+
+class Indexed(Protocol):
+    """Order of a data set: `DataOrder`, or that of one of several loaders."""
+
+    def indices(self, epoch: int, step: int, micro_batch: int) -> list[int]:
+        """Return the data set indices of a micro-batch."""
 
 
 def _as_it_is(item: T) -> T:
@@ -70,7 +76,7 @@ class Fetcher:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], order: DataOrder, seed: int, ahead: Callable[[Place], Iterator[Place]]
+        self, loader: DataLoader[Any], order: Indexed, seed: int, ahead: Callable[[Place], Iterator[Place]]
     ) -> None:
         self._order = order
         self._ahead = ahead

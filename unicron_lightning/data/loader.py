@@ -1,4 +1,4 @@
-"""Loaders for Lightning's loops: one item per optimizer step in training, this rank's batches in evaluation.
+"""Loaders of training data for Lightning's loop: one item per optimizer step.
 
 Positions are read from Lightning's own progress counters, the single source of truth: restoring the counters (from a
 checkpoint or a peer's state) restores the data position.
@@ -6,7 +6,6 @@ checkpoint or a peer's state) restores the data position.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, SupportsIndex
 
@@ -125,7 +124,7 @@ class InPlace:
         loader: the user's.
 
     Attributes:
-        ordinary: the loader that scripts see instead.
+        ordinary: the loader that scripts see instead; the user's, if it is no `DataLoader`.
         taken: called when a loop has taken this loader (Lightning asks for its length), and when an iteration begins.
     """
 
@@ -137,16 +136,17 @@ class InPlace:
         self.ordinary = loader
 
     @property
-    def ordinary(self) -> DataLoader[Any]:
+    def ordinary(self) -> Any:
         return self._ordinary
 
     @ordinary.setter
-    def ordinary(self, loader: DataLoader[Any]) -> None:
+    def ordinary(self, loader: Any) -> None:
         self._ordinary = loader
-        self.dataset = loader.dataset
-        self.sampler = loader.sampler  # Lightning sets its epoch
-        self.batch_sampler = loader.batch_sampler
-        self.num_workers = loader.num_workers
+        shown = loader if isinstance(loader, DataLoader) else self._loader
+        self.dataset = shown.dataset
+        self.sampler = shown.sampler  # Lightning sets its epoch
+        self.batch_sampler = shown.batch_sampler
+        self.num_workers = shown.num_workers
 
     def __getattr__(self, name: str) -> Any:
         """Forward other attributes, such as ``batch_size`` and ``collate_fn``, to the user's loader.
@@ -166,7 +166,7 @@ class InPlace:
         self._fetcher.close()
 
 
-class _Items(OfProcess, Iterator[Any]):
+class Items(OfProcess, Iterator[Any]):
     """The items of a loader in a run; Lightning leaves out an ordinary loader's when a trainer is copied, too."""
 
     def __init__(self, items: Iterator[Any]) -> None:
@@ -181,30 +181,11 @@ def _same(value: Any) -> Any:
 
 
 class StepLoader(InPlace):
-    """Base of the loaders that yield the `GlobalBatch` es of an epoch in training.
-
-    Args:
-        loader: the user's.
-        position: returns the present (epoch, step within it), from Lightning's counters.
-        share: returns this rank's part of a range in the present world, in order.
-        boundary: called before each step, where worlds change.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        position: Callable[[], tuple[int, int]],
-        share: Callable[[range], list[int]],
-        boundary: Callable[[], None],
-    ) -> None:
-        super().__init__(loader)
-        self._position = position
-        self._share = share
-        self._boundary = boundary
+    """Base of the loaders that yield the `GlobalBatch` es of an epoch in training."""
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         self.taken()
-        return _Items(self._epoch())
+        return Items(self._epoch())
 
     def _epoch(self) -> Iterator[GlobalBatch]:
         raise NotImplementedError
@@ -219,6 +200,115 @@ class StepLoader(InPlace):
         """See `state_dict`."""
 
 
+class Numbered(Protocol):
+    """Order of an epoch's micro-batches: `DataOrder`, or that of several loaders."""
+
+    @property
+    def shape(self) -> StepShape:
+        """Composition of the steps."""
+
+    def num_steps(self, epoch: int = 0) -> int:
+        """Optimizer steps of an epoch."""
+
+    def micro_batches(self, step: int, epoch: int = 0) -> range:
+        """Return the numbers of a step's micro-batches."""
+
+    def indices(self, epoch: int, step: int, micro_batch: int) -> list[Any]:
+        """Return the data set indices of a micro-batch."""
+
+
+class Fetches(Closes, Protocol):
+    """Fetches micro-batches by number: `Fetcher`, or those of several loaders."""
+
+    def get(self, place: Place) -> Any:
+        """Return the collated micro-batch at ``place``."""
+
+    def drop_before(self, place: Place) -> None:
+        """Drop micro-batches before ``place``."""
+
+    def end_epoch(self) -> None:
+        """End this epoch's requests."""
+
+
+class IndexedSteps:
+    """The global batches of data with an index.
+
+    Args:
+        order: of the samples.
+        limit: largest number of batches for each of the shape's devices in an epoch; None: all.
+        position: returns the present (epoch, step within it), from Lightning's counters.
+        share: returns this rank's part of a range in the present world, in order.
+        boundary: called before each step, where worlds change.
+        ended: called at the end of an epoch.
+
+    Attributes:
+        shape: composition of the steps.
+        position: as above.
+        fetcher: fetches the micro-batches; set before the first step.
+    """
+
+    fetcher: Fetches
+
+    def __init__(
+        self,
+        order: Numbered,
+        limit: int | None,
+        position: Callable[[], tuple[int, int]],
+        share: Callable[[range], list[int]],
+        boundary: Callable[[], None],
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.shape = order.shape
+        self.position = position
+        self._order = order
+        self._limit = limit
+        self._share = share
+        self._boundary = boundary
+        self._ended = ended
+
+    def number(self, epoch: int) -> int:
+        """Return the number of steps in an epoch."""
+        steps = self._order.num_steps(epoch)
+        return steps if self._limit is None else min(steps, self.shape.of(epoch).steps(self._limit))
+
+    def epoch(self) -> Iterator[GlobalBatch]:
+        """Yield the rest of the present epoch."""
+        self.fetcher.end_epoch()
+        while True:
+            self._boundary()
+            epoch, step = self.position()
+            if step >= self.number(epoch):
+                self.fetcher.end_epoch()
+                self._ended()
+                return
+            self.fetcher.drop_before((epoch, step, 0))
+            yield self.at(epoch, step)
+
+    def at(self, epoch: int, step: int) -> GlobalBatch:
+        """Return the global batch of a place."""
+        order = self._order
+        return GlobalBatch(
+            epoch,
+            step,
+            order.micro_batches(step, epoch),
+            lambda m: self.fetcher.get((epoch, step, m)),
+            lambda m: len(order.indices(epoch, step, m)),
+            self._share,
+        )
+
+    def samples(self, step: int) -> list[list[Any]]:
+        """Return the data set indices of the micro-batches of a step of the first epoch."""
+        return [self._order.indices(0, step, number) for number in self._order.micro_batches(step)]
+
+    def ahead(self, start: Place) -> Iterator[Place]:
+        """Yield the places that this rank expects to need from ``start`` on, in order."""
+        epoch, first, _ = start
+        for step in range(first, self.number(epoch)):
+            for micro_batch in self._share(self._order.micro_batches(step, epoch)):
+                if (epoch, step, micro_batch) >= start or step > first:
+                    yield epoch, step, micro_batch
+
+
 class TrainingLoader(StepLoader):
     """Yields the global batches of a data set with an index.
 
@@ -226,216 +316,23 @@ class TrainingLoader(StepLoader):
         loader: the user's.
         order: of its samples.
         seed: of augmentation.
-        limit: largest number of batches for each of the shape's devices in an epoch; None: all.
-        position, share, boundary: as for `StepLoader`.
-        ended: called at the end of an epoch.
+        steps: the global batches.
     """
 
     _fetcher: Fetcher
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        order: DataOrder,
-        seed: int,
-        limit: int | None,
-        position: Callable[[], tuple[int, int]],
-        share: Callable[[range], list[int]],
-        boundary: Callable[[], None],
-        ended: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(loader, position, share, boundary)
-        self._order = order
-        self._limit = limit
-        self._ended = ended
-        self._fetcher = Fetcher(loader, order, seed, self._ahead)
+    def __init__(self, loader: DataLoader[Any], order: DataOrder, seed: int, steps: IndexedSteps) -> None:
+        super().__init__(loader)
+        self.steps = steps
+        steps.fetcher = self._fetcher = Fetcher(loader, order, seed, steps.ahead)
 
     def __len__(self) -> int:
         self.taken()
-        return self.steps(self._position()[0])
-
-    @property
-    def shape(self) -> StepShape:
-        """Composition of its steps."""
-        return self._order.shape
-
-    def steps(self, epoch: int) -> int:
-        """Number of steps in an epoch."""
-        steps = self._order.num_steps(epoch)
-        return steps if self._limit is None else min(steps, self._order.shape.of(epoch).steps(self._limit))
+        return self.steps.number(self.steps.position()[0])
 
     def _epoch(self) -> Iterator[GlobalBatch]:
-        self._fetcher.end_epoch()
-        while True:
-            self._boundary()
-            epoch, step = self._position()
-            if step >= self.steps(epoch):
-                self._fetcher.end_epoch()
-                self._ended()
-                return
-            self._fetcher.drop_before((epoch, step, 0))
-            yield self.at(epoch, step)
+        return self.steps.epoch()
 
-    def at(self, epoch: int, step: int) -> GlobalBatch:
-        """The global batch of a place."""
-        order = self._order
-        return GlobalBatch(
-            epoch,
-            step,
-            order.micro_batches(step, epoch),
-            lambda m: self._fetcher.get((epoch, step, m)),
-            lambda m: len(order.indices(epoch, step, m)),
-            self._share,
-        )
-
-    def samples(self, batch: GlobalBatch, micro_batch: int) -> list[Any]:
-        """The data set indices of a micro-batch in a global batch."""
-        return self._order.indices(batch.epoch, batch.step, micro_batch)
-
-    def _ahead(self, start: Place) -> Iterator[Place]:
-        epoch, first, _ = start
-        for step in range(first, self.steps(epoch)):
-            for micro_batch in self._share(self._order.micro_batches(step, epoch)):
-                if (epoch, step, micro_batch) >= start or step > first:
-                    yield epoch, step, micro_batch
-
-
-class EvaluationLoader(InPlace):
-    """Yields this rank's batches of an evaluation pass; a lost rank's batches are run at the pass's end.
-
-    Args:
-        loader: the user's.
-        order: of its samples, divided as with ddp: a round has a batch for each device of the declared world, and
-            ``len`` is the number of rounds.
-        seed: of augmentation.
-        begin: called with this loader when iteration starts; returns the batches to run.
-        start: called with each batch's number before it is yielded.
-    """
-
-    _fetcher: Fetcher
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        order: DataOrder,
-        seed: int,
-        begin: Callable[[Any], list[int]],
-        start: Callable[[int], None],
-    ) -> None:
-        super().__init__(loader)
-        self.num_batches = 0
-        self.epoch = 0
-        self.devices = order.devices
-        self._order = order
-        self._begin = begin
-        self._start = start
-        self._planned: list[int] = []
-        self._fetcher = Fetcher(loader, order, seed, self._ahead)
-
-    def __len__(self) -> int:
-        self.taken()
-        return self._order.num_steps()
-
-    def limit(self, per_device: int) -> None:
-        """Set the pass's batches from Lightning's limit for each device of the declared world."""
-        self.num_batches = min(self._order.num_micro_batches, per_device * self.devices)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch for shuffled evaluation data."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        self.taken()
-        return _Items(self._pass())
-
-    def _pass(self) -> Iterator[Any]:
-        self._fetcher.end_epoch()
-        self._planned = self._begin(self)
-        for number in self._planned:
-            batch = self.fetch(number)
-            self._start(number)
-            yield batch
-
-    def fetch(self, number: int) -> Any:
-        """One batch by number."""
-        return self._fetcher.get(self._order.place(self.epoch, number))
-
-    def indices(self, number: int) -> list[Any]:
-        """The data set indices of a batch."""
-        return self._order.indices(*self._order.place(self.epoch, number))
-
-    def end(self) -> None:
-        """End the pass."""
-        self._fetcher.end_epoch()
-
-    def _ahead(self, start: Place) -> Iterator[Place]:
-        places = (self._order.place(self.epoch, number) for number in self._planned)
-        return (place for place in places if place >= start)
-
-
-class PassLoader(InPlace):
-    """Yields an evaluation pass in global batches, for workers that hold the model together.
-
-    Args:
-        loader: the user's.
-        shape: of training steps; a global batch here has as many of the loader's batches, the last one fewer.
-        seed: of augmentation.
-        most: largest number of batches for each of the shape's devices; None: all.
-        limit: returns a further limit of this kind when a pass begins; `math.inf` for none.
-        epoch: returns the present epoch, for shuffled data.
-        share: returns this worker's batches of a global batch in the present world, in order.
-    """
-
-    _fetcher: Fetcher
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        shape: StepShape,
-        seed: int,
-        most: int | None,
-        limit: Callable[[], float],
-        epoch: Callable[[], int],
-        share: Callable[[range], list[int]],
-    ) -> None:
-        super().__init__(loader)
-        self._shape = shape
-        self._order = order = DataOrder(loader, StepShape(devices=shape.devices, accumulation=1), seed)
-        self._whole = order.num_micro_batches
-        if most is not None:
-            self._whole = min(self._whole, most * shape.devices)
-        self._num_batches = self._whole
-        self._limit = limit
-        self._epoch = epoch
-        self._share = share
-        self._fetcher = Fetcher(loader, self._order, seed, self._ahead)
-
-    def __len__(self) -> int:
-        return math.ceil(self._whole / self._shape.micro_batches)
-
-    def __iter__(self) -> Iterator[GlobalBatch]:
-        self._fetcher.end_epoch()
-        epoch = self._epoch()
-        self._num_batches = int(min(self._whole, self._limit() * self._shape.devices))
-        for place, numbers in enumerate(self._parts()):
-            yield GlobalBatch(
-                epoch,
-                place,
-                numbers,
-                lambda number: self._fetcher.get(self._order.place(epoch, number)),
-                lambda number: len(self._order.indices(*self._order.place(epoch, number))),
-            )
-
-    def end(self) -> None:
-        """End the pass."""
-        self._fetcher.end_epoch()
-
-    def _parts(self) -> Iterator[range]:
-        size = self._shape.micro_batches
-        for first in range(0, self._num_batches, size):
-            yield range(first, min(first + size, self._num_batches))
-
-    def _ahead(self, start: Place) -> Iterator[Place]:
-        numbers = (number for part in self._parts() for number in self._share(part))
-        places = (self._order.place(start[0], number) for number in numbers)
-        return (place for place in places if place >= start)
+    def datasets(self) -> list[Any]:
+        """Return the data sets of the loaders, of which this is one."""
+        return [self.dataset]

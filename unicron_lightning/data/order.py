@@ -26,6 +26,7 @@ from torch.utils.data import (
 )
 
 from unicron_lightning.data.seeding import seeded
+from unicron_lightning.data.sources import name_of
 from unicron_lightning.errors import ConfigError
 
 
@@ -207,7 +208,7 @@ def is_stateful(loader: object) -> bool:
     return module is not None and isinstance(loader, module.StatefulDataLoader)
 
 
-def check_loader(loader: object, *, streams: bool = False) -> None:
+def check_loader(loader: DataLoader[Any], *, streams: bool = False) -> None:
     """Reject loaders whose micro-batches cannot be distributed exactly.
 
     Args:
@@ -217,11 +218,6 @@ def check_loader(loader: object, *, streams: bool = False) -> None:
     Raises:
         ConfigError: the loader is not supported; the message states the reason and a remedy.
     """
-    if not isinstance(loader, DataLoader):
-        raise ConfigError(
-            f"the unicron strategy needs a torch.utils.data.DataLoader, found {type(loader).__qualname__}: a lost "
-            "rank's micro-batches can be recomputed only if they can be fetched by number"
-        )
     if type(loader).__iter__ is not DataLoader.__iter__ and not is_stateful(loader):
         raise ConfigError(
             f"{type(loader).__qualname__} is a DataLoader with an __iter__ of its own, which the unicron strategy "
@@ -231,7 +227,7 @@ def check_loader(loader: object, *, streams: bool = False) -> None:
         if streams:
             return
         raise ConfigError(
-            f"{type(loader.dataset).__qualname__} is an iterable data set, which is supported for training with "
+            f"{name_of(loader)} is an iterable data set, which is supported for training with "
             'strategy="unicron" only; here a lost rank\'s samples can be read by others only by index. Implement '
             "__len__ and __getitem__ (a map-style data set), e.g. over an index of the stream"
         )

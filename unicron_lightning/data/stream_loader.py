@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from unicron_lightning.data.loader import GlobalBatch, StepLoader
 from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.sources import name_of
 from unicron_lightning.data.streams import StreamEnds, Streams
 
 
@@ -22,7 +23,7 @@ class StreamLoader(StepLoader):
         streams: reads it.
         ends: the streams' lengths, as far as they are known.
         limit: largest number of batches for each of the shape's devices in an epoch; None: all.
-        position, share, boundary: as for `StepLoader`.
+        position, share, boundary: as for `IndexedSteps`.
         agree: given a function of a rank's streams, calls it for this rank and returns the ends that any rank has found
             in it.
         begins: called when an iteration begins.
@@ -46,7 +47,10 @@ class StreamLoader(StepLoader):
         begins: Callable[[], None],
         reading: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        super().__init__(loader, position, share, boundary)
+        super().__init__(loader)
+        self._position = position
+        self._share = share
+        self._boundary = boundary
         self._shape = shape
         self._fetcher = streams
         self._ends = ends
@@ -59,7 +63,7 @@ class StreamLoader(StepLoader):
         self.taken()
         limit = self._limit(self._position()[0])
         if limit is None:
-            raise TypeError(f"{type(self.dataset).__qualname__} is a stream, which has no length")
+            raise TypeError(f"{name_of(self._loader)} is a stream, which has no length")
         return limit
 
     def _limit(self, epoch: int) -> int | None:

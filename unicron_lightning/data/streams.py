@@ -23,13 +23,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from unicron_lightning.data.order import StepShape, is_stateful
 from unicron_lightning.data.seeding import place_seed, preserved, random_states, restore_random_states, seed_all
+from unicron_lightning.data.sources import name_of, same
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.worker import codec
 
@@ -246,7 +245,7 @@ class Streams:
         """
         if not self._read_to(epoch, stream, number):
             raise StreamChanged(
-                f"{type(self._loader.dataset).__qualname__}: stream {stream} of {self._shape.devices} ends after "
+                f"{name_of(self._loader)}: stream {stream} of {self._shape.devices} ends after "
                 f"{self._ends.found.get(stream, number)} batches in epoch {epoch}, but batch {number} existed when it "
                 "was read before: expected a data set that yields the same samples each time"
             )
@@ -283,7 +282,7 @@ class Streams:
         batches = [[_next(reader) for reader in (one, other)] for _ in range(2)]
         if not all(same(first, second) for first, second in batches):
             raise ConfigError(
-                f"{type(self._loader.dataset).__qualname__} does not repeat itself: two iterators yield different "
+                f"{name_of(self._loader)} does not repeat itself: two iterators yield different "
                 "samples, so that a lost rank's could not be read again. Return a new, independent iterator from "
                 "__iter__, and take random numbers from Python, NumPy or torch's default generators, or from one that "
                 "is made and seeded in __iter__"
@@ -311,7 +310,7 @@ class Streams:
         return not reason
 
     def _warn(self, reason: str) -> None:
-        logger.warning("stream_states_unused dataset=%s reason=%s", type(self._loader.dataset).__qualname__, reason)
+        logger.warning("stream_states_unused dataset=%s reason=%s", name_of(self._loader), reason)
 
     @property
     def _first(self) -> int:
@@ -426,15 +425,3 @@ def _next(reader: _Reader) -> Any:
         return reader.read()
     except StopIteration:
         return None
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two batches are equal: tensors by value, containers item by item, others by ``==``."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        both = isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype == other.dtype
-        return both and one.shape == other.shape and bool(torch.equal(one, other))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)

@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from unicron_lightning.data.loader import TrainingLoader
+from unicron_lightning.data.loader import IndexedSteps, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.strategies.state.comparison import describe_data, describe_model
 
@@ -40,7 +40,8 @@ def model_of(trainer: Any) -> dict[str, str]:
 def data_of(length: int = 40, seed: int = 3, *, shuffle: bool = True) -> dict[str, str]:
     loader = DataLoader(TensorDataset(torch.zeros(length, 2)), batch_size=2, shuffle=shuffle)
     order = DataOrder(loader, StepShape(devices=2, accumulation=1), seed)
-    made = TrainingLoader(loader, order, 0, None, lambda: (0, 0), lambda m: list(m), lambda: None)
+    steps = IndexedSteps(order, None, lambda: (0, 0), lambda m: list(m), lambda: None)
+    made = TrainingLoader(loader, order, 0, steps)
     try:
         return describe_data(made)
     finally:

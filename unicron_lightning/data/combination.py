@@ -1,0 +1,108 @@
+"""Several loaders of training data: which batches of them are a micro-batch.
+
+Micro-batches of an epoch are numbered over the devices of the declared world, round after round, like the batches of
+each loader. Under Lightning's ``ddp`` device ``d`` gets in round ``r`` its ``r``-th batch of each loader. So
+micro-batch ``n = r x W + d`` has batch ``n`` of each loader that still has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from unicron_lightning.data.fetch import Place
+from unicron_lightning.data.order import DataOrder, StepShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """The micro-batches of an epoch, by `CombinedLoader`'s modes.
+
+    Attributes:
+        mode: ``min_size`` ends with the shortest loader; ``max_size`` with the longest, the others have none by then;
+            ``max_size_cycle`` with the longest, the others begin again.
+        sizes: number of batches of each loader in an epoch, over all devices.
+        limits: largest number of them that Lightning's settings allow.
+    """
+
+    mode: str
+    sizes: tuple[int, ...]
+    limits: tuple[float, ...]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches in an epoch."""
+        if self.mode != "max_size" and 0 in self.sizes:
+            return 0
+        limited = [min(size, limit) for size, limit in zip(self.sizes, self.limits, strict=True)]
+        return int(min(limited) if self.mode == "min_size" else max(limited))
+
+    def batches(self, number: int) -> list[int | None]:
+        """Return the batch of each loader in a micro-batch; None: the loader has ended."""
+        if self.mode == "max_size_cycle":
+            return [number % size for size in self.sizes]
+        return [number if number < size else None for size in self.sizes]
+
+
+class CombinedOrder:
+    """The order of the samples of several loaders; implements `Numbered`.
+
+    Args:
+        orders: of each loader, in rounds over the declared devices.
+        combination: of their batches.
+        shape: of the steps.
+    """
+
+    def __init__(self, orders: Sequence[DataOrder], combination: Combination, shape: StepShape) -> None:
+        self._orders = orders
+        self._combination = combination
+        self.shape = shape
+        self._size = combination.num_micro_batches
+
+    def num_steps(self, epoch: int = 0) -> int:
+        """Optimizer steps of an epoch."""
+        return math.ceil(self._size / self.shape.of(epoch).micro_batches)
+
+    def micro_batches(self, step: int, epoch: int = 0) -> range:
+        """Return the numbers of a step's micro-batches."""
+        most = self.shape.of(epoch).micro_batches
+        return range(max(0, min(most, self._size - step * most)))
+
+    def indices(self, epoch: int, step: int, micro_batch: int) -> list[Any]:
+        """Return pairs of loader and data set index."""
+        parts = range(len(self._orders))
+        place = epoch, step, micro_batch
+        return [(part, index) for part in parts for index in self.part(part).indices(*place)]
+
+    def part(self, loader: int) -> PartOrder:
+        """Return the order of one of the loaders."""
+        return PartOrder(self._orders[loader], partial(self._batch, loader))
+
+    def _batch(self, loader: int, epoch: int, step: int, micro_batch: int) -> int | None:
+        number = step * self.shape.of(epoch).micro_batches + micro_batch
+        return self._combination.batches(number)[loader]
+
+
+class PartOrder:
+    """What one of several loaders has at the places of the combined micro-batches.
+
+    Args:
+        order: of the loader.
+        batch: returns the number of its batch in a micro-batch, given epoch, step and number in the step.
+    """
+
+    def __init__(self, order: DataOrder, batch: partial[int | None]) -> None:
+        self._order = order
+        self._batch = batch
+
+    def has(self, place: Place) -> bool:
+        """Whether the loader has a batch in a micro-batch."""
+        return self._batch(*place) is not None
+
+    def indices(self, epoch: int, step: int, micro_batch: int) -> list[int]:
+        """Return the data set indices; empty if the loader has no batch there."""
+        batch = self._batch(epoch, step, micro_batch)
+        return [] if batch is None else self._order.indices(*self._order.place(epoch, batch))
