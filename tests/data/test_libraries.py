@@ -5,17 +5,16 @@ Run with ``pip install -e '.[libraries]'``; libraries that are not installed are
 
 from __future__ import annotations
 
-import io
 import os
-import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from programs import libraries
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from unicron_lightning.data import streams
@@ -44,80 +43,20 @@ def seen_as(device: int) -> Iterator[None]:
     os.environ.update(RANK="0", WORLD_SIZE="1")
 
 
-class ByDevice(IterableDataset[Any]):
-    """Hugging Face's data set, divided when it is read, with its states."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self.part: Any = None
-        self.state: Any = None
-
-    def set_epoch(self, epoch: int) -> None:
-        self.dataset.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        from datasets.distributed import split_dataset_by_node
-
-        self.part = split_dataset_by_node(self.dataset, dist.get_rank(), dist.get_world_size())
-        if self.state is not None:
-            self.part.load_state_dict(self.state)
-            self.state = None
-        yield from self.part
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.part.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-def hugging_face(folder: Path, *, shuffles: bool = True) -> Any:
-    datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_dict({"number": list(range(SAMPLES))}).to_iterable_dataset(num_shards=6)
-    return ByDevice(table.shuffle(seed=3, buffer_size=8) if shuffles else table)
-
-
-def web_dataset(folder: Path) -> Any:
-    webdataset = pytest.importorskip("webdataset")
-    for shard in range(6):
-        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
-            for number in range(shard * 10, shard * 10 + 10):
-                text = str(number).encode()
-                entry = tarfile.TarInfo(f"{number:03d}.cls")
-                entry.size = len(text)
-                tar.addfile(entry, io.BytesIO(text))
-    urls = str(folder / "{0..5}.tar")
-    options = {"nodesplitter": webdataset.split_by_node, "shardshuffle": False, "empty_check": False}
-    return webdataset.WebDataset(urls, **options).decode().map(lambda sample: {"number": sample["cls"]})
-
-
-class Sources(IterableDataset[Any]):
-    """grain's data set, divided when it is read."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        for number in self.dataset[dist.get_rank() :: dist.get_world_size()].to_iter_dataset():
-            yield {"number": int(number)}
-
-
-def grain_sources(folder: Path) -> Any:
-    grain = pytest.importorskip("grain")
-    return Sources(grain.MapDataset.range(SAMPLES).shuffle(seed=4))
+def dataset_of(name: str, folder: Path, **options: Any) -> Any:
+    module, make = libraries.MAKERS[name]
+    pytest.importorskip(module)
+    return make(folder, SAMPLES, **options)
 
 
 @pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # webdataset's
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [hugging_face, web_dataset, grain_sources])
-def test_each_sample_is_in_one_stream_which_any_worker_can_open(
-    make: Callable[[Path], Any], workers: int, tmp_path: Path
-) -> None:
-    dataset = make(tmp_path)
-    if workers and isinstance(dataset, Sources):
+@pytest.mark.parametrize("name", ["hugging_face", "web_dataset", "grain"])
+def test_each_sample_is_in_one_stream_which_any_worker_can_open(name: str, workers: int, tmp_path: Path) -> None:
+    dataset = dataset_of(name, tmp_path)
+    if workers and name == "grain":
         pytest.skip("grain has worker processes of its own")
     batches = [list(numbers_of(dataset, stream, workers)) for stream in range(SHAPE.devices)]
     assert sorted(number for stream in batches for number in stream) == list(range(SAMPLES))
@@ -147,7 +86,13 @@ def test_states_of_hugging_face(
     ends, joined = StreamEnds(), StreamEnds()
     ends.begin(0, {})
     first, again = (
-        Streams(StatefulDataLoader(hugging_face(tmp_path, shuffles=shuffles), batch_size=4), SHAPE, 1, each, seen_as)
+        Streams(
+            StatefulDataLoader(dataset_of("hugging_face", tmp_path, shuffles=shuffles), batch_size=4),
+            SHAPE,
+            1,
+            each,
+            seen_as,
+        )
         for each in (ends, joined)
     )
     for step in range(4):

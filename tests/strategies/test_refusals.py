@@ -166,8 +166,11 @@ class Batches:
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (Batches, "found Batches"),
-        (lambda: {"a": data(), "b": Batches()}, "found Batches"),
+        (lambda: ([torch.ones(1, 2)] for _ in range(3)), "the data is a generator, an iterator that can be read once"),
+        (
+            lambda: {"a": data(), "b": Batches()},
+            'Batches is an iterable data set.*with strategy="unicron", as the only',
+        ),
     ],
 )
 def test_data(loader: Any, message: str) -> None:

@@ -1,0 +1,98 @@
+"""Small local data sets of other libraries (``pip install -e '.[libraries]'``): samples ``{"number": i}``."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+
+def place() -> tuple[int, int]:
+    """Return rank and size of the world, as a data set sees them."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+class ByDevice(IterableDataset[Any]):
+    """Hugging Face's data set, divided when it is read, with its states."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.part: Any = None
+        self.state: Any = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        from datasets.distributed import split_dataset_by_node
+
+        self.part = split_dataset_by_node(self.dataset, *place())
+        if self.state is not None:
+            self.part.load_state_dict(self.state)
+            self.state = None
+        yield from self.part
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.part.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def hugging_face(folder: Path, samples: int, *, shuffles: bool = True) -> Any:
+    import datasets
+
+    table = datasets.Dataset.from_dict({"number": list(range(samples))}).to_iterable_dataset(num_shards=6)
+    return ByDevice(table.shuffle(seed=3, buffer_size=8) if shuffles else table)
+
+
+def web_dataset(folder: Path, samples: int) -> Any:
+    import webdataset
+
+    for shard in range(6):
+        path = folder / f"{shard}.tar"
+        if path.exists():
+            continue
+        written = folder / f"{shard}-{dist.get_rank() if dist.is_initialized() else 0}.writing"
+        with tarfile.open(written, "w") as tar:
+            for number in range(samples * shard // 6, samples * (shard + 1) // 6):
+                text = str(number).encode()
+                entry = tarfile.TarInfo(f"{number:03d}.cls")
+                entry.size = len(text)
+                tar.addfile(entry, io.BytesIO(text))
+        written.rename(path)
+    urls = str(folder / "{0..5}.tar")
+    options = {"nodesplitter": webdataset.split_by_node, "shardshuffle": False, "empty_check": False}
+    return webdataset.WebDataset(urls, **options).decode().map(lambda sample: {"number": sample["cls"]})
+
+
+class Sources(IterableDataset[Any]):
+    """grain's data set, divided when it is read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, world = place()
+        for number in self.dataset[rank::world].to_iter_dataset():
+            yield {"number": int(number)}
+
+
+def grain_sources(folder: Path, samples: int) -> Any:
+    import grain
+
+    return Sources(grain.MapDataset.range(samples).shuffle(seed=4))
+
+
+MAKERS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "hugging_face": ("datasets", hugging_face),
+    "web_dataset": ("webdataset", web_dataset),
+    "grain": ("grain", grain_sources),
+}
+"""Data sets by name: the module that they need, and their maker, given a folder and the number of samples."""

@@ -1,0 +1,73 @@
+"""Training data of all kinds: every sample is used as often as without failures, through deaths and joins.
+
+``pytest -m '' -s tests/strategies/test_data_kinds.py`` prints the rows of the table in docs/data.md.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agent.torchrun import Cluster
+from programs import data_worker, libraries
+from programs.launching import PROGRAMS
+
+from unicron_lightning.local_cluster.processes import until
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
+
+START = 90.0
+"""Seconds that a worker may take to start, on a busy machine."""
+KILLED_AT = (4, 17)
+"""Steps of the first and of the second epoch."""
+
+
+def cases() -> list[Any]:
+    kinds = [*data_worker.KINDS, *libraries.MAKERS]
+    return [kind if kind == "several" else pytest.param(kind, marks=pytest.mark.chaos) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", cases())
+def test_every_sample_is_used_through_deaths(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind in libraries.MAKERS:
+        pytest.importorskip(libraries.MAKERS[kind][0])
+    monkeypatch.setenv("DATA_KIND", kind)
+    killed: set[int] = set()
+    with Cluster(tmp_path, str(PROGRAMS / "data_worker.py"), f"1:{data_worker.DEVICES}") as cluster:
+        for _ in range(data_worker.DEVICES):
+            cluster.add_node()
+        for step in KILLED_AT:
+
+            def reached(step: int = step) -> list[int]:
+                return [line["pid"] for line in cluster.notes("step", rank=0) if line["step"] >= step]
+
+            victim = until(f"step {step}", reached, START)[-1]
+            os.kill(victim, signal.SIGKILL)
+            killed.add(victim)
+        assert cluster.finish() == [0] * data_worker.DEVICES
+        results, steps = cluster.notes("result"), cluster.notes("step")
+    found, wanted = torch.tensor([line["counts"] for line in results]), torch.tensor(data_worker.expected(kind))
+    lost, twice = (wanted - found).clamp(min=0).sum(), (found - wanted).clamp(min=0).sum()
+    print(f"\n| {kind} | kills {len(killed)} | lost {int(lost)} | twice {int(twice)} |")
+    assert len(found) == data_worker.DEVICES and (int(lost), int(twice)) == (0, 0)
+    assert len({line["pid"] for line in steps}) > data_worker.DEVICES, "a worker has joined"
+    assert len(killed) == len(KILLED_AT)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
+@pytest.mark.parametrize("kind", data_worker.KINDS)
+def test_an_epoch_is_resumed_in_its_middle(kind: str, tmp_path: Path) -> None:
+    """A world of one is resumed from a checkpoint within the second epoch."""
+    first = data_worker.Kinds(tmp_path, paced=False)
+    data_worker.trainer_of(tmp_path, max_steps=19).fit(first, data_worker.data(kind, tmp_path))
+    again = data_worker.Kinds(tmp_path, paced=False)
+    saved = tmp_path / "saved/step=15.ckpt"
+    resumed = data_worker.trainer_of(tmp_path)
+    resumed.fit(again, data_worker.data(kind, tmp_path), ckpt_path=saved, weights_only=False)
+    counts = data_worker.expected(kind)
+    assert again.counted()[: len(counts)] == counts
+    assert first.counted() != again.counted()
