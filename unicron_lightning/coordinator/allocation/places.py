@@ -8,6 +8,7 @@ own, which no plan assigns.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator
 from functools import cached_property
 from operator import attrgetter
@@ -16,13 +17,13 @@ from typing import Final
 import msgspec
 
 from unicron_lightning.coordinator.state import Agent, Cluster, Node, Task
-from unicron_lightning.planner.placement.assignment import Place
+from unicron_lightning.planner.placement.assignment import Place, PlaceList
 
 NO_TASK: Final = ""
 """Task name of a place that the plan leaves unused."""
 
 
-class Places(list[Place]):
+class Places(PlaceList):
     """Immutable list of places by name, with cached derivations; nearly all places are alike."""
 
     @cached_property
@@ -32,6 +33,14 @@ class Places(list[Place]):
         for place in self:
             kinds.setdefault(id(place.tasks), (place.tasks, []))[1].append(place.name)
         return sorted(kinds.values())
+
+    @cached_property
+    def able(self) -> Counter[str]:
+        """Number of places that each task can use."""
+        counts: Counter[str] = Counter()
+        for tasks, names in self.kinds:
+            counts.update(dict.fromkeys(tasks, len(names)))
+        return counts
 
     @cached_property
     def digest(self) -> bytes:

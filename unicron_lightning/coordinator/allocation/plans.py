@@ -31,7 +31,7 @@ from unicron_lightning.coordinator.allocation.request import Competitor, Questio
 from unicron_lightning.coordinator.membership.epochs import keep_running, pause
 from unicron_lightning.coordinator.membership.replicas import keep_together, worth
 from unicron_lightning.coordinator.state import Agent, Cluster, Task, has_multiple
-from unicron_lightning.planner.placement.assignment import assign, users
+from unicron_lightning.planner.placement.assignment import assign
 
 
 def review_allocation(cluster: Cluster, turn: Turn) -> None:
@@ -121,7 +121,7 @@ def _put_in_force(
 
 def _keep_standing(cluster: Cluster, turn: Turn, places: Places) -> None:
     """Release places that are gone, and those of tasks that are gone, until the answer arrives."""
-    usable = users(places)
+    usable = places.users
     lasting = cluster.lasting
     standing = {
         name: task
@@ -191,7 +191,7 @@ def _alone(task: Task, num_places: int) -> int:
 
 def _most(task: Task, places: Places) -> int:
     """Return the largest number of places that the task can use now."""
-    able = sum(len(names) for tasks, names in places.kinds if task.id in tasks)
+    able = places.able[task.id]
     return task.limit if able == len(places) else min(task.limit, able)
 
 

@@ -19,7 +19,6 @@ from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.allocation.places import NO_TASK, Places
 from unicron_lightning.coordinator.orders import relayout
 from unicron_lightning.coordinator.state import Agent, Task
-from unicron_lightning.planner.placement.assignment import users
 
 
 def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> None:
@@ -107,7 +106,7 @@ def keep_together(tasks: Sequence[Task], places: Places, assigned: dict[str, str
     spread = [task for task in tasks if task.replicas and not awaited(task)]
     if not spread:
         return assigned
-    able, result = users(places), dict(assigned)
+    able, result = places.users, dict(assigned)
     for task in spread:
         number = whole(task)
         if len(set(number.values())) != 1:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 
@@ -29,18 +30,19 @@ class Place(NamedTuple):
     tasks: tuple[str, ...]
 
 
-def users(places: Collection[Place]) -> dict[str, frozenset[str]]:
-    """Map each place to the tasks that can use it. Places that are alike share one set, which is faster than a
-    tuple.
-    """
-    sets: dict[int, frozenset[str]] = {}
-    by_place = {}
-    for place in places:
-        able = sets.get(id(place.tasks))
-        if able is None:
-            able = sets[id(place.tasks)] = frozenset(place.tasks)
-        by_place[place.name] = able
-    return by_place
+class PlaceList(list[Place]):
+    """Immutable list of places by name, with derived maps that are computed once."""
+
+    @cached_property
+    def by_name(self) -> dict[str, Place]:
+        """The places by name, in their order."""
+        return {place.name: place for place in self}
+
+    @cached_property
+    def users(self) -> dict[str, frozenset[str]]:
+        """The tasks that can use each place. Places that are alike share one set, which is faster than a tuple."""
+        sets = {number: frozenset(tasks) for number, tasks in {id(place.tasks): place.tasks for place in self}.items()}
+        return {place.name: sets[id(place.tasks)] for place in self}
 
 
 def assign(
@@ -52,7 +54,7 @@ def assign(
     """Give each task as many places as planned, or as many as it can use.
 
     Args:
-        places: the usable places.
+        places: the usable places; a `PlaceList` of them is in the order of their names.
         wanted: number of places by task.
         before: previous task of each place; places and tasks that are gone are ignored.
         worth: value of places to their present tasks: a task that has too many keeps the places with the lowest
@@ -61,8 +63,8 @@ def assign(
     Returns:
         The task of each assigned place, independent of the order of the arguments.
     """
-    by_name = {place.name: place for place in sorted(places, key=lambda place: place.name)}
-    able = users(by_name.values())
+    listed = places if isinstance(places, PlaceList) else PlaceList(sorted(places, key=attrgetter("name")))
+    by_name, able = listed.by_name, listed.users
     given = _Given(by_name, _keep(by_name, able, wanted, before, worth or {}))
     have = Counter(given.tasks.values())  # chains of moves do not change the other tasks' counts
     for task in sorted(wanted):
@@ -136,7 +138,7 @@ def _keep(
     worth: Mapping[str, int],
 ) -> dict[str, str]:
     """Select the places that stay with their task: the most valuable, on nodes where the task has most."""
-    known = [name for name in places if before.get(name) in able[name]]
+    known = [name for name, tasks in able.items() if before.get(name) in tasks]
     have = Counter([before[name] for name in known])
     left = Counter(wanted)
     shrinking = {task for task, number in have.items() if number > left[task]}
