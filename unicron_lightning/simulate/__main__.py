@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         _conclude()
         sys.exit(f"simulate: {_explain(error)}")
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once, without a traceback
         _conclude()
         sys.stderr.write("simulate: interrupted\n")
         sys.exit(130)

@@ -395,7 +395,7 @@ scaled down after an hour |
 | a node that fails while it is down | ignored | is away for longer |
 | slow nodes, NaN, silent corruption, bugs that strike all, coordinator failures, sizes of checkpoints | ignored | \
 simulated, [above](#slow-nodes-corrupted-state-bugs-and-the-rest) |
-| published failures and results | Llama 3's causes | six more traces, and a \
+| published failures and results | Llama 3's causes | eight more traces, and a \
 [table](#validation-against-published-results) of predictions |
 | declared error of T(t,x) from formulas | 10 % | 27 %, that of free search on runs that were not used, after a loss \
 of 2 % for each doubling of the nodes ([planner.md](planner.md#accuracy-of-the-analytic-model-of-ttx)) |

@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pyarrow import parquet
+from simulate.scenes import CLUSTER, costs, random_trace, two_tasks
 
 from unicron_lightning.simulate.__main__ import variant_of
-from unicron_lightning.simulate.output.files import save_table
+from unicron_lightning.simulate.output.files import save_result, save_table
 from unicron_lightning.simulate.output.pictures import WafCurve, curves_picture, median_of
 from unicron_lightning.simulate.output.summaries import Row, summary, with_ratio
-from unicron_lightning.simulate.output.sweep import num_jobs
+from unicron_lightning.simulate.output.sweep import num_jobs, read_curves
 from unicron_lightning.simulate.output.tables import as_markdown
+from unicron_lightning.simulate.run import simulate
 
 
 def row(policy: str, seed: int, waf: float, variant: str = "") -> Row:
@@ -108,3 +110,19 @@ def test_a_picture_of_several_seeds_has_a_band(tmp_path: Path) -> None:
         curves_picture(path, [curve(seed, waf) for seed, waf in enumerate((5.0, 1.0, 9.0)[:number])])
         pictures[number] = path.read_bytes()
     assert pictures[1] != pictures[3]
+
+
+def test_a_result_whose_writing_is_interrupted_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = simulate("megatron", CLUSTER, two_tasks(), random_trace(1), costs())
+    save_result(tmp_path / "0", result, row("megatron", 0, 8.0), "csv")
+
+    def interrupted(path: Path, text: str, encoding: str) -> None:
+        with path.open("w", encoding=encoding) as file:
+            file.write(text[:20])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_result(tmp_path / "1", result, row("megatron", 1, 8.0), "csv")
+    (curve,) = read_curves(tmp_path)
+    assert curve.row["seed"] == 0

@@ -54,9 +54,11 @@ def save_result(folder: Path, result: SimulationResult, row: Row, form: Format) 
     values = result.values.tolist()
     save_table(folder / "waf", [{"seconds": t, "waf": v} for t, v in zip(times, values, strict=True)], form)
     save_table(folder / "incidents", list(_incidents(result.incidents)), form)
-    # written last, so that a folder that contains it is complete
+    # Written last and appearing whole, so that a folder that contains it is complete whenever the sweep is interrupted.
     text = json.dumps({**row, "curve": [times, values]})
-    (folder / "row.json").write_text(text + "\n", encoding="utf-8")
+    part = folder / "row.json.part"
+    part.write_text(text + "\n", encoding="utf-8")
+    part.replace(folder / "row.json")
 
 
 def _incidents(incidents: Iterable[SimIncident]) -> Iterable[Row]:
