@@ -59,6 +59,10 @@ class SweepSummary(Callback):
         curves = read_curves(folder)
         if curves:
             conclude(folder, curves, config.output)
+        else:
+            Console(stderr=True).print(
+                f"simulate: no simulation has finished of {num_jobs(list(config.hydra.overrides.task))}"
+            )
 
 
 def conclude(folder: Path, curves: list[WafCurve], output: Any) -> None:
