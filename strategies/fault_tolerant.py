@@ -306,7 +306,10 @@ class FaultTolerantStrategy(CollectingStrategy):
         if manual is not None and manual.runs:
             step = super().optimizer_step
             return manual.optimizer_step(optimizer, closure, lambda none: step(optimizer, none, *args, **kwargs))
-        output = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if self.trainer.fit_loop._skip_backward:  # a pass of `StochasticWeightAveraging` for BatchNorm's statistics
+            output = closure()
+        else:
+            output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         self._timed.stepped()
         self.engine.activity.enter("hooks")
         return output

@@ -28,6 +28,10 @@ def declare(trainer: pl.Trainer, num_micro_batches: int | None, shards: int, sch
     """
     epochs = take_schedule(trainer)
     trainer.accumulate_grad_batches = max((each for _, each in epochs), default=trainer.accumulate_grad_batches)
+    if trainer.accumulate_grad_batches < 1 or trainer.accumulate_grad_batches % 1:
+        raise ConfigError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches!r}): expected an integer of at least 1"
+        )
     if num_micro_batches is None:
         _declare_nodes(trainer, environ.most_workers())
     elif epochs:

@@ -4,7 +4,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -208,7 +208,7 @@ class Passes:
             for call in merge_calls([call for call in logged if call.value is not None]):
                 results.replay(call, module, device)
             if any(call.options[4] for call in logged if call.value is not None):
-                trainer._logger_connector.log_metrics(results.metrics(True)["log"], step=step)
+                _show(trainer, results.metrics(True), step)
             objects |= {call.options: call for call in logged if call.value is None}
         for call in objects.values():  # a metric object holds the whole pass: logged once
             results.replay(call, module, device)
@@ -217,6 +217,15 @@ class Passes:
         current.loop._seen_batches_per_dataloader[current.index or 0] = current.seen + -(
             -current.loader.num_batches // devices
         )
+
+
+def _show(trainer: pl.Trainer, metrics: Mapping[str, Any], step: int) -> None:
+    """Log the values of a step, as Lightning does after each batch."""
+    connector = trainer._logger_connector
+    connector._progress_bar_metrics.update(metrics["pbar"])
+    connector._callback_metrics.update(metrics["callback"])
+    connector._logged_metrics.update(metrics["log"])
+    connector.log_metrics(metrics["log"], step=step)
 
 
 def evaluation_loops(trainer: pl.Trainer) -> tuple[_EvaluationLoop, ...]:

@@ -197,6 +197,8 @@ def test_iterable_data_of_validations() -> None:
     ("settings", "message"),
     [
         ({"sync_batchnorm": True}, r"sync_batchnorm=True"),
+        ({"accumulate_grad_batches": 0}, r"accumulate_grad_batches=0\): expected an integer of at least 1"),
+        ({"accumulate_grad_batches": 1.5}, r"accumulate_grad_batches=1\.5\): expected an integer"),
         (
             {"strategy": UnicronStrategy(num_micro_batches=5), "devices": 2},
             "num_micro_batches=5 does not divide.* 2 x 1 = 2",

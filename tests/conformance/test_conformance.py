@@ -1,0 +1,57 @@
+"""A few scenarios, and the parts of their comparison; ``make conformance`` runs all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conformance.documented import MOST, NAMED
+from conformance.running import differences, run
+from conformance.table import scenarios
+
+SHORT = (
+    "loops.fit[val_interval_float]",
+    "checkpoints.contents_of[fit]",
+    "checkpoints.model_checkpoint[best_two_last]",
+    "logged.in_training_step[both]",
+    "logged.value_in_validation[float]",
+    "optimizing.configure_optimizers[plateau]",
+    "optimizing.manual[toggled]",
+    "data.transfer_hooks[fit]",
+    "data.order_of_ddp[shuffled]",
+    "callbacks.stochastic_weight_averaging[norms]",
+    "runs.hooks[fit]",
+    "failing.error_in_callback[on_train_batch_end]",
+)
+DIFFERENCES = Path(__file__).parents[2] / "docs" / "differences.md"
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_scenarios(name: str) -> None:
+    scenario = scenarios()[name]
+    found = list(differences(run(scenario, "unicron"), run(scenario, scenario.reference)))
+    named = NAMED.get(name)
+    assert [each for each in found if named is None or not named.explains(each[0])] == []
+    assert bool(found) == (named is not None)
+
+
+def test_named_scenarios_have_a_row() -> None:
+    rows = DIFFERENCES.read_text()
+    assert len(NAMED) <= MOST
+    assert NAMED.keys() <= scenarios().keys()
+    assert [each.row for each in NAMED.values() if f"| {each.row}" not in rows] == []
+
+
+def test_the_number_of_scenarios_in_the_document() -> None:
+    assert f"{len(scenarios())} scenarios" in DIFFERENCES.read_text()
+    assert f"{len(NAMED)} of them differ" in DIFFERENCES.read_text()
+
+
+def test_what_differs() -> None:
+    error = {"class": "ConfigError", "bases": ["ValueError", "Exception"], "message": "m"}
+    theirs = {"a": [1.0, float("nan")], "error": {"class": "ValueError", "bases": ["Exception"], "message": "m"}}
+    assert not list(differences({"a": [1.0 + 1e-9, float("nan")], "error": error}, theirs))
+    found = differences({"a": [1, float("nan")], "error": {**error, "message": "n"}, "more": 2}, theirs)
+    assert [place for place, *_ in found] == ["a.0", "error.message", "more"]
+    assert [place for place, *_ in differences({"a": [1.0]}, {"a": [1.0, 2.0]})] == ["a"]
+    assert list(differences({"error": error}, {"error": {**error, "class": "KeyError"}}))
