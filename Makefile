@@ -3,7 +3,8 @@
 #   make demo        train a small GPT through three failures, then two tasks that share six nodes
 #   make demo-sharded  train a GPT sharded with FSDP2 through a failure
 #   make quick       lint, types and the tests that only compute: under three minutes on two cores
-#   make test        all tests but the long chaos runs
+#   make test        all tests but those marked chaos, which repeat its scenarios with other faults
+#   make long        the tests marked chaos, about an hour
 #   make matrix      Lightning's features under ddp and unicron, in worlds of one and two and with kills: the differences
 #   make conformance  short scripts under Lightning's strategies and unicron in one process: the differences
 #   make chaos       200 random faults, seeded
@@ -37,7 +38,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # Read by tests/conftest.py, which prints the time since then at the end of each run of pytest.
 export MAKE_STARTED := $(shell date +%s)
 
-.PHONY: help setup demo demo-sharded quick test matrix conformance docs gpu chaos bench experiments import-cost lint types docs-check wheel-check clean
+.PHONY: help setup demo demo-sharded quick test long matrix conformance docs gpu chaos bench experiments import-cost lint types docs-check wheel-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -72,6 +73,9 @@ test: $(READY)
 	@$(BIN)/python -m pytest -m "not chaos and not zoo" -n auto $(COMPUTING) $(PYTEST_ARGS) $(NONE_PICKED)
 	@$(BIN)/python -m pytest -m "not chaos and not zoo" -n 2 --dist loadscope --no-loadscope-reorder $(STARTING) $(PYTEST_ARGS) $(NONE_PICKED)
 	@$(BIN)/python -m pytest -m "not chaos and not zoo" -n 2 --dist loadscope $(patsubst %,--ignore=%,$(COMPUTING) $(STARTING)) $(PYTEST_ARGS) $(NONE_PICKED)
+
+long: $(READY)
+	@$(BIN)/python -m pytest -m chaos -n 2 --dist loadscope $(PYTEST_ARGS)
 
 matrix: $(READY)
 	@$(BIN)/python benchmarks/parity.py $(CASES)

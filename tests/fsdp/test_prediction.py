@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("predicting.py")
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("loader", "after"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("loader", "after"), [pytest.param(0, False, marks=pytest.mark.chaos), (1, True)])
 def test_a_death_while_predicting(loader: int, after: bool, tmp_path: Path) -> None:
     (tmp_path / "loader").write_text(str(loader))
     for mark in ("fits", "after") if after else ("fits",):

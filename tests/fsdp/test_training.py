@@ -56,6 +56,7 @@ def test_an_undisturbed_run_equals_one_process(tmp_path: Path) -> None:
     check(tmp_path, settings, 4)
 
 
+@pytest.mark.chaos
 def test_kills_heal(tmp_path: Path) -> None:
     schedule = [
         die("forward", 0, 1),

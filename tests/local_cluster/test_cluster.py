@@ -65,6 +65,7 @@ def test_a_cut_is_silent_and_a_separate_coordinator_comes_back(tmp_path: Path) -
         cluster.wait_workers(1)
 
 
+@pytest.mark.chaos
 def test_agents_leave_a_separate_coordinator_alone(tmp_path: Path) -> None:
     with LocalCluster([TOY, tmp_path], nodes=2, coordinator=[], folder=tmp_path) as cluster:
         cluster.wait_workers(2)

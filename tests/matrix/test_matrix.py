@@ -160,7 +160,7 @@ def test_a_few_cases_in_a_world_of_two(ddp: Path, tmp_path: Path) -> None:
     [
         ("scheduled", "training", 0, 6),  # in the second epoch, whose steps are smaller
         ("returning", "on_train_batch_end", 1, 2),
-        ("rate_finder", "training", 0, 2),  # in the search
+        pytest.param("rate_finder", "training", 0, 2, marks=pytest.mark.chaos),  # in the search
         ("rate_finder", "on_train_epoch_end", 1, 2),  # after it
     ],
 )
@@ -174,7 +174,7 @@ def test_a_case_with_a_kill(name: str, place: str, rank: int, step: int, ddp: Pa
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("rank", "step", "delay"), [(0, 1, 0.003), (1, 6, 0.0)])
+@pytest.mark.parametrize(("rank", "step", "delay"), [pytest.param(0, 1, 0.003, marks=pytest.mark.chaos), (1, 6, 0.0)])
 def test_metric_objects_in_training_through_a_kill(
     rank: int, step: int, delay: float, ddp: Path, tmp_path: Path
 ) -> None:

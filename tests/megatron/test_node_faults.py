@@ -16,7 +16,7 @@ from unicron_lightning.local_cluster.processes import kill, lives, until
 
 pytest.importorskip("megatron.core.package_info")
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.faults, pytest.mark.chaos, pytest.mark.timeout(500)]
 
 WORKERS = 4
 

@@ -78,6 +78,7 @@ def check_last(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*to load in a single process")
+@pytest.mark.chaos
 def test_three_write_and_two_resume(tmp_path: Path, reference: Reference) -> None:
     """All workers die, and one node with its agent."""
     with Cluster(tmp_path, settings={**SETTINGS, "full": 0}, leaves="agent-*/*") as cluster:

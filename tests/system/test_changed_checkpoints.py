@@ -60,6 +60,7 @@ def test_a_changed_checkpoint_is_not_loaded_but_the_one_before(tmp_path: Path, r
     check_exact(tmp_path, reference, workers=3)
 
 
+@pytest.mark.chaos
 def test_if_all_are_changed_the_task_ends_with_one_error(tmp_path: Path) -> None:
     known: list[dict[str, Any]] = []
 

@@ -70,13 +70,14 @@ def test_all_workers_die_and_one_agents_copies_are_corrupt(tmp_path: Path, refer
 
 CASES = [  # nodes that die with their agents, and do they return; partners; source of the state, or all nodes of a rack
     (("n1", "n2"), False, 2, "memory"),
-    pytest.param(("n1", "n2"), True, 2, "memory", marks=pytest.mark.chaos),
-    pytest.param(("n1", "n2"), False, 1, "disk", marks=pytest.mark.chaos),
-    pytest.param(("n1",), False, 1, "memory", marks=pytest.mark.chaos),
-    pytest.param(("n0", "n1"), False, 1, "rack", marks=pytest.mark.chaos),
+    (("n1", "n2"), True, 2, "memory"),
+    (("n1", "n2"), False, 1, "disk"),
+    (("n1",), False, 1, "memory"),
+    (("n0", "n1"), False, 1, "rack"),
 ]
 
 
+@pytest.mark.chaos  # as the next test, to keep `make test` short
 @pytest.mark.parametrize(("nodes", "return_", "partners", "tier"), CASES)
 def test_nodes_die_with_all_workers(
     nodes: tuple[str, ...], return_: bool, partners: int, tier: str, tmp_path: Path, reference: Reference
@@ -105,6 +106,7 @@ def test_nodes_die_with_all_workers(
         check_exact(tmp_path, reference, workers=3 if return_ else 3 - len(nodes))
 
 
+@pytest.mark.chaos
 def test_all_workers_die_while_the_coordinator_is_away_and_agents_stand_still(
     tmp_path: Path, reference: Reference
 ) -> None:

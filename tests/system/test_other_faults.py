@@ -25,6 +25,7 @@ def group(*faults: str, world: int = 3, **when: Any) -> dict[str, Any]:
     return {"world": world, "faults": list(faults), **when}
 
 
+@pytest.mark.chaos
 def test_kills_in_the_first_and_the_last_step(tmp_path: Path, reference: Reference) -> None:
     last = len(reference.steps(3)) - 1
     schedule = [
@@ -80,6 +81,7 @@ def test_agents_die_with_their_workers_and_are_replaced(tmp_path: Path, referenc
         check_exact(tmp_path, reference, workers=3)
 
 
+@pytest.mark.chaos
 def test_coordinator_dies_while_nothing_else_happens(tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path, schedule=[group("kill rank=1 micro_batch=0")]) as cluster:
         cluster.wait_world(3)

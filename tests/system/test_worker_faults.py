@@ -61,7 +61,10 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+# "several" kills at micro-batches too; chaos: to keep `make test` short
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.chaos) if name == "micro_batches" else name for name in SCHEDULES]
+)
 def test_kills_heal(name: str, tmp_path: Path, reference: Reference) -> None:
     schedule = SCHEDULES[name]
     # With the best checkpoints only, none may be written after the first epochs, and a fault would have no place.

@@ -98,7 +98,7 @@ def _play(nodes: SharedNodes, console: Console) -> Story:
         console.print(f"{name}: nodes {story.allocations[-1]}")
 
     for task, weight in WEIGHTS.items():
-        command = [*_TRAIN, *_ENDLESS, "--pace", "0.04", "--until-told"]
+        command = [*_TRAIN, *_ENDLESS, "--pace", "0.07", "--until-told"]
         nodes.start_job(task, command, weight=weight, min_nodes=MINIMUMS[task], max_nodes=MOST)
     steady("two tasks, six nodes", heavy=4, light=2)
     victim = nodes.nodes_of("heavy")[-1]
