@@ -90,7 +90,7 @@ class Loaders:
         Raises:
             ConfigError: for loaders that can't be distributed.
         """
-        loader = as_loader(users)
+        loader = as_loader(users, shape.devices)
         combined = self._combined if trainer.training else None
         streams = trainer.training and combined is None and self._strategy.parallelism.whole
         check_loader(loader, streams=bool(streams))

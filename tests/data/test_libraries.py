@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from unicron_lightning.data import streams
-from unicron_lightning.data.order import StepShape
-from unicron_lightning.data.sources import same
+from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.data.sources import as_loader, same
 from unicron_lightning.data.streams import StreamEnds, Streams
 
 SHAPE = StepShape(devices=3, accumulation=1)
@@ -105,3 +105,20 @@ def test_states_of_hugging_face(
     again.begin_step(0, 3)
     assert same(again.get(0, 0, 3), first.get(0, 0, 3))
     assert ("stream_states_unused" in caplog.text) == shuffles
+
+
+def test_chunks_of_litdata_are_dealt_out_to_devices(tmp_path: Path) -> None:
+    """Each sample once an epoch, in another order in each; a device reads whole chunks."""
+    dataset = dataset_of("litdata", tmp_path)
+    import litdata
+
+    loader = as_loader(litdata.StreamingDataLoader(dataset, batch_size=2), SHAPE.devices)
+    order = DataOrder(loader, SHAPE, 0)
+    epochs = [[order.indices(*order.place(epoch, n)) for n in range(order.num_micro_batches)] for epoch in range(2)]
+    for batches in epochs:
+        assert sorted(number for batch in batches for number in batch) == list(range(SAMPLES))
+        by_device = [[number for batch in batches[device::3] for number in batch] for device in range(3)]
+        assert [len({number // 10 for number in numbers}) for numbers in by_device] == [2, 2, 2]
+    assert epochs[0] != epochs[1]
+    assert loader.dataset[57] == {"number": 57}
+    assert [number for batch in loader for number in batch["number"].tolist()] == list(loader.sampler)

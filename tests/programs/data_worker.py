@@ -97,6 +97,8 @@ def found(batch: Any) -> Iterator[Tensor]:
     """Yield the numbers of samples in a batch of any kind."""
     if isinstance(batch, Tensor):
         yield batch
+    elif isinstance(batch, dict) and "number" in batch:  # WebDataset adds the sample's key
+        yield batch["number"]
     elif batch is not None:
         for part in batch.values() if isinstance(batch, dict) else batch:
             yield from found(part)

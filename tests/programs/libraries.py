@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,7 +61,7 @@ def web_dataset(folder: Path, samples: int) -> Any:
         path = folder / f"{shard}.tar"
         if path.exists():
             continue
-        written = folder / f"{shard}-{dist.get_rank() if dist.is_initialized() else 0}.writing"
+        written = folder / f"{shard}-{os.getpid()}.writing"
         with tarfile.open(written, "w") as tar:
             for number in range(samples * shard // 6, samples * (shard + 1) // 6):
                 text = str(number).encode()
@@ -90,9 +92,35 @@ def grain_sources(folder: Path, samples: int) -> Any:
     return Sources(grain.MapDataset.range(samples).shuffle(seed=4))
 
 
+def grain_index(folder: Path, samples: int) -> Any:
+    import grain
+
+    return grain.MapDataset.range(samples).shuffle(seed=4).map(lambda number: {"number": int(number)})
+
+
+def litdata_chunks(folder: Path, samples: int) -> Any:
+    """Write six chunks, once, and return a shuffled data set."""
+    import litdata
+    from litdata.streaming.writer import BinaryWriter
+
+    chunks = folder / "chunks"
+    if not chunks.exists():
+        writing = folder / f"writing-{os.getpid()}"
+        writer = BinaryWriter(str(writing), chunk_size=-(-samples // 6))
+        for number in range(samples):
+            writer.add_item(number, {"number": number})
+        writer.done()
+        writer.merge()
+        with contextlib.suppress(OSError):  # another worker was faster
+            writing.rename(chunks)
+    return litdata.StreamingDataset(str(chunks), shuffle=True, seed=3)
+
+
 MAKERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "hugging_face": ("datasets", hugging_face),
     "web_dataset": ("webdataset", web_dataset),
     "grain": ("grain", grain_sources),
+    "grain_index": ("grain", grain_index),
+    "litdata": ("litdata", litdata_chunks),
 }
 """Data sets by name: the module that they need, and their maker, given a folder and the number of samples."""

@@ -71,3 +71,21 @@ def test_an_epoch_is_resumed_in_its_middle(kind: str, tmp_path: Path) -> None:
     counts = data_worker.expected(kind)
     assert again.counted()[: len(counts)] == counts
     assert first.counted() != again.counted()
+
+
+class Sums(data_worker.Kinds):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("sum", float(batch.sum()), reduce_fx="sum")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return batch
+
+
+def test_evaluations_take_sequences(tmp_path: Path) -> None:
+    numbers, module = torch.arange(50), Sums(tmp_path, paced=False)
+    batches = data_worker.BatchesOf(numbers.split(4))
+    trainer = data_worker.trainer_of(tmp_path)
+    assert trainer.validate(module, batches, verbose=False) == [{"sum": float(numbers.sum())}]
+    assert trainer.validate_loop._combined_loader is not None and trainer.val_dataloaders is batches
+    predicted: Any = trainer.predict(module, batches)
+    assert torch.cat(predicted).sort().values.equal(numbers)

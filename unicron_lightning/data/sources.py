@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
+from unicron_lightning.data.chunks import ChunkedSamples, by_index, is_chunked
 from unicron_lightning.errors import ConfigError
 
 
@@ -51,17 +52,18 @@ class Reopened(IterableDataset[Any]):
                 set_epoch(epoch)
 
 
-def as_loader(users: Any) -> DataLoader[Any]:
+def as_loader(users: Any, devices: int) -> DataLoader[Any]:
     """Return data as a `DataLoader`: a sequence by index, a loader of another kind as an iterable data set.
 
     Args:
-        users: what the user gave as a loader; a `DataLoader` is returned as it is.
+        users: what the user gave as a loader; a `DataLoader` is returned as it is, unless its data set is litData's.
+        devices: of the declared world.
 
     Raises:
         ConfigError: it can be read once only.
     """
     if isinstance(users, DataLoader):
-        return users
+        return by_index(users, devices) if is_chunked(users) else users
     name = type(users).__qualname__
     if _has_index(users):
         batches = Batches(users)
@@ -82,7 +84,7 @@ def as_loader(users: Any) -> DataLoader[Any]:
 def name_of(loader: DataLoader[Any]) -> str:
     """Return the name of the class that the user gave: of the data set, or of a loader of another kind."""
     dataset = loader.dataset
-    return type(dataset.users if isinstance(dataset, Batches | Reopened) else dataset).__qualname__
+    return type(dataset.users if isinstance(dataset, Batches | Reopened | ChunkedSamples) else dataset).__qualname__
 
 
 def _has_index(users: Any) -> bool:
