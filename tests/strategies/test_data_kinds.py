@@ -59,9 +59,15 @@ def test_every_sample_is_used_through_deaths(kind: str, tmp_path: Path, monkeypa
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
-@pytest.mark.parametrize("kind", data_worker.KINDS)
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # webdataset's
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")  # litData's
+@pytest.mark.parametrize("kind", [*data_worker.KINDS, *libraries.MAKERS])
 def test_an_epoch_is_resumed_in_its_middle(kind: str, tmp_path: Path) -> None:
     """A world of one is resumed from a checkpoint within the second epoch."""
+    if kind in libraries.MAKERS:
+        pytest.importorskip(libraries.MAKERS[kind][0])
     first = data_worker.Kinds(tmp_path, paced=False)
     data_worker.trainer_of(tmp_path, max_steps=19).fit(first, data_worker.data(kind, tmp_path))
     again = data_worker.Kinds(tmp_path, paced=False)
