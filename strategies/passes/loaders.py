@@ -91,6 +91,7 @@ class Loaders:
             ConfigError: for loaders that can't be distributed.
         """
         loader = as_loader(users, shape.devices)
+        is_users = loader is users
         combined = self._combined if trainer.training else None
         streams = trainer.training and combined is None and self._strategy.parallelism.whole
         check_loader(loader, streams=bool(streams))
@@ -109,7 +110,7 @@ class Loaders:
             made = PredictionLoader(loader, shape.devices, seed, self._predictions)
         else:
             made = self._strategy.parallelism.evaluation.loader(trainer, loader, shape)
-        if loader is not users:
+        if not is_users:
             made.ordinary = users
         elif self._samples and not isinstance(made, PassLoader | StreamLoader):
             made.ordinary = ordinary(trainer, loader, shape.devices, self._strategy.global_rank)

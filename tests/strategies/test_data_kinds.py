@@ -15,6 +15,7 @@ import torch
 from agent.torchrun import Cluster
 from programs import data_worker, libraries
 from programs.launching import PROGRAMS
+from torch.utils.data import DataLoader
 
 from unicron_lightning.local_cluster.processes import until
 
@@ -81,10 +82,21 @@ def test_an_epoch_is_resumed_in_its_middle(kind: str, tmp_path: Path) -> None:
 
 class Sums(data_worker.Kinds):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("sum", float(batch.sum()), reduce_fx="sum")
+        self.log("sum", float(sum(part.sum() for part in data_worker.found(batch))), reduce_fx="sum")
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return batch
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
+def test_evaluations_take_litdata(tmp_path: Path) -> None:
+    pytest.importorskip("litdata")
+    chunks, module = libraries.litdata_chunks(tmp_path, 50), Sums(tmp_path, paced=False)
+    loader: DataLoader[Any] = DataLoader(chunks, batch_size=4)
+    trainer = data_worker.trainer_of(tmp_path)
+    assert trainer.validate(module, loader, verbose=False) == [{"sum": float(sum(range(50)))}]
+    predicted: Any = trainer.predict(module, loader)
+    assert sorted(number for batch in predicted for number in batch["number"].tolist()) == list(range(50))
 
 
 def test_evaluations_take_sequences(tmp_path: Path) -> None:
