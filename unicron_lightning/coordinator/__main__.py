@@ -93,7 +93,7 @@ def _serve(config: CoordinatorConfig) -> int:
 
 
 def _token(config: CoordinatorConfig) -> Token:
-    from unicron_lightning.coordinator.server.listening import resolve
+    from unicron_lightning.coordinator.access.listening import resolve
 
     host = config.coordinator.host
     loopback = is_loopback(str(resolve(host, config.coordinator.port)[4][0]))

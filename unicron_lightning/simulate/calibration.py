@@ -19,14 +19,13 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.sections import read_section
 from unicron_lightning.simulate.costs import Change, Costs
 
 Origin = Literal["measured", "published", "code", "derived", "guess", "given"]
-ORIGINS: Final[tuple[Origin, ...]] = get_args(Origin)
 COMMON: Final = "common"
 GUESS_FACTOR: Final = 3.0
 """Factor by which a guess without `least` or `most` is moved."""

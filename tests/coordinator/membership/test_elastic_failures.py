@@ -7,7 +7,7 @@ from coordinator.driver import World, members, running, settle
 from coordinator.fake_agent import FakeAgent
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.server.status import task_status
+from unicron_lightning.coordinator.api.status import task_status
 
 
 def test_joiners_of_an_unsettled_join_become_candidates_again_when_a_member_dies():

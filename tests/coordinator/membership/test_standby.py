@@ -11,7 +11,7 @@ from rich.console import Console
 from unicron_lightning import wire
 from unicron_lightning.cli.inspection import _task_table
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.server.status import task_status
+from unicron_lightning.coordinator.api.status import task_status
 
 
 def spared(count: int = 1, **limits: float) -> tuple[World, FakeAgent, FakeAgent, list[FakeAgent]]:

@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from unicron_lightning.coordinator.api.reasons import lost_nodes, staying, why_waiting
+from unicron_lightning.coordinator.api.status import agent_standing, state_of_task
 from unicron_lightning.coordinator.incidents.record import Incident
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.metrics.exposition import waf_of
 from unicron_lightning.coordinator.metrics.meters import TaskCounts, usual_seconds
-from unicron_lightning.coordinator.server.reasons import lost_nodes, staying, why_waiting
-from unicron_lightning.coordinator.server.status import agent_standing, state_of_task
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 
 _MOST_LOST_RANKS = 16

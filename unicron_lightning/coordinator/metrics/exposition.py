@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.allocation import estimates
+from unicron_lightning.coordinator.api.reasons import lost_nodes
+from unicron_lightning.coordinator.api.status import agent_standing, state_of_task
 from unicron_lightning.coordinator.metrics.catalogue import AGENT_STATES, BY_NAME, NODE_STATES, TASK_STATES
 from unicron_lightning.coordinator.metrics.meters import Histogram, Meters, TaskCounts, usual_seconds
-from unicron_lightning.coordinator.server.reasons import lost_nodes
-from unicron_lightning.coordinator.server.status import agent_standing, state_of_task
 from unicron_lightning.coordinator.state import Cluster, Task
 
 if TYPE_CHECKING:

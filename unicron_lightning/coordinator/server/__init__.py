@@ -1,1 +1,1 @@
-"""The shell around the machine: HTTP, connections, proof and encryption, timers."""
+"""The shell around the machine: peers' connections, their messages, timers."""

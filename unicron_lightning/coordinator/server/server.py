@@ -27,9 +27,18 @@ from aiohttp import WSCloseCode, web
 
 from unicron_lightning import __version__, wire
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.access.encryption import encryption_of
+from unicron_lightning.coordinator.access.guard import Guard
+from unicron_lightning.coordinator.access.hosts import misplaced
+from unicron_lightning.coordinator.access.listening import BACKLOG, TlsDoor, bind, resolve
+from unicron_lightning.coordinator.access.unproven import UnprovenConnections
 from unicron_lightning.coordinator.allocation.answers import Knowledge, Planning, keep
 from unicron_lightning.coordinator.allocation.plans import standing
 from unicron_lightning.coordinator.allocation.request import Question
+from unicron_lightning.coordinator.api.dashboard import Dashboard
+from unicron_lightning.coordinator.api.node_orders import NodeOrders
+from unicron_lightning.coordinator.api.routes import Api
+from unicron_lightning.coordinator.api.scrape import Scrape
 from unicron_lightning.coordinator.config import CoordinatorConfig
 from unicron_lightning.coordinator.dashboard.visitors import Visitors
 from unicron_lightning.coordinator.machine import Machine
@@ -37,24 +46,15 @@ from unicron_lightning.coordinator.membership.registration import registered
 from unicron_lightning.coordinator.metrics.exposition import Process
 from unicron_lightning.coordinator.orders.operator import inputs_at_start
 from unicron_lightning.coordinator.server import malformed
-from unicron_lightning.coordinator.server.api import Api
-from unicron_lightning.coordinator.server.dashboard import Dashboard
 from unicron_lightning.coordinator.server.direct import DirectWebSocket
-from unicron_lightning.coordinator.server.encryption import encryption_of
 from unicron_lightning.coordinator.server.garbage import FullCollections
-from unicron_lightning.coordinator.server.guard import Guard
 from unicron_lightning.coordinator.server.hook import Hook
-from unicron_lightning.coordinator.server.hosts import misplaced
-from unicron_lightning.coordinator.server.listening import BACKLOG, TlsDoor, bind, resolve
 from unicron_lightning.coordinator.server.liveness import ANSWER, Liveness
 from unicron_lightning.coordinator.server.malformed import request_logger
-from unicron_lightning.coordinator.server.node_orders import NodeOrders
 from unicron_lightning.coordinator.server.presence import Presence
 from unicron_lightning.coordinator.server.reading import Take, read
-from unicron_lightning.coordinator.server.scrape import Scrape
 from unicron_lightning.coordinator.server.session import PeerConnection, frame_of
 from unicron_lightning.coordinator.server.timers import SteadyClock, Timers
-from unicron_lightning.coordinator.server.unproven import UnprovenConnections
 from unicron_lightning.coordinator.storage.batch import Batch
 from unicron_lightning.coordinator.storage.database import StoreUnusable, default_state_dir, prepare_state_dir
 from unicron_lightning.coordinator.storage.saving import Saving

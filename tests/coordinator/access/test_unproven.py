@@ -17,9 +17,9 @@ from aiohttp.test_utils import make_mocked_request
 from coordinator.shell import Coordinator, connected, get, train
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.server import unproven
-from unicron_lightning.coordinator.server.guard import Guard
-from unicron_lightning.coordinator.server.unproven import (
+from unicron_lightning.coordinator.access import unproven
+from unicron_lightning.coordinator.access.guard import Guard
+from unicron_lightning.coordinator.access.unproven import (
     LOOK_SECONDS,
     PROOF_SECONDS,
     UnprovenConnections,

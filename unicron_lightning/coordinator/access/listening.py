@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any, Final
 
-from unicron_lightning.coordinator.server.unproven import PROOF_SECONDS, most_unproven
+from unicron_lightning.coordinator.access.unproven import PROOF_SECONDS, most_unproven
 from unicron_lightning.errors import ConfigError, PortInUse
 
 _HANDSHAKE: Final = b"\x16"

@@ -9,8 +9,8 @@ from coordinator.fake_daemon import FakeDaemon, job
 from coordinator.shell import Coordinator, ask, connected, get, train
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.access.hosts import misdirected, misplaced
 from unicron_lightning.coordinator.incidents.accounting import book
-from unicron_lightning.coordinator.server.hosts import misdirected, misplaced
 from unicron_lightning.coordinator.server.timers import SteadyClock
 from unicron_lightning.jobs import Job
 from unicron_lightning.wire.daemon import NodeTask

@@ -16,15 +16,15 @@ from aiohttp import web
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.access.guard import Guard
+from unicron_lightning.coordinator.api.checkpoints import versions_of
+from unicron_lightning.coordinator.api.reasons import staying, why_waiting
+from unicron_lightning.coordinator.api.status import cluster_status, task_status
 from unicron_lightning.coordinator.incidents import accounting
 from unicron_lightning.coordinator.incidents.facts import IncidentClosed
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.membership import replicas
 from unicron_lightning.coordinator.orders import injection, jobs, relayout
-from unicron_lightning.coordinator.server.checkpoints import versions_of
-from unicron_lightning.coordinator.server.guard import Guard
-from unicron_lightning.coordinator.server.reasons import staying, why_waiting
-from unicron_lightning.coordinator.server.status import cluster_status, task_status
 from unicron_lightning.coordinator.state import Cluster, Task
 from unicron_lightning.coordinator.storage.event_log import PAGE_BYTES
 from unicron_lightning.coordinator.storage.store import LoggedEvent, Store

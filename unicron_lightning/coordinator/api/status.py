@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.server.reasons import lost_nodes, staying, why_waiting
+from unicron_lightning.coordinator.api.reasons import lost_nodes, staying, why_waiting
 from unicron_lightning.coordinator.state import Agent, Cluster, Node, Task, Worker
 
 _PENDING: dict[wire.EpochKind, str] = {

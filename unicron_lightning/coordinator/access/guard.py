@@ -14,8 +14,8 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from unicron_lightning.address import address_of
+from unicron_lightning.coordinator.access.hosts import misdirected
 from unicron_lightning.coordinator.dashboard.visitors import KEY_HEADER, Visitors, foreign, is_open
-from unicron_lightning.coordinator.server.hosts import misdirected
 from unicron_lightning.credentials import Token
 from unicron_lightning.proof import (
     ANSWER_HEADER,

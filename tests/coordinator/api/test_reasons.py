@@ -8,8 +8,8 @@ from coordinator.fake_daemon import FakeDaemon, job
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.server.reasons import lost_nodes, staying, why_waiting
-from unicron_lightning.coordinator.server.status import cluster_status, state_of_task, task_status
+from unicron_lightning.coordinator.api.reasons import lost_nodes, staying, why_waiting
+from unicron_lightning.coordinator.api.status import cluster_status, state_of_task, task_status
 
 
 def why(world: World, task: str = "t") -> str | None:

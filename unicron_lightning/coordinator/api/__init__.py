@@ -1,0 +1,1 @@
+"""The coordinator's HTTP API: routes, their answers and their explanations."""
