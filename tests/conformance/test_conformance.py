@@ -18,7 +18,6 @@ SHORT = (
     "optimizing.configure_optimizers[plateau]",
     "optimizing.manual[toggled]",
     "data.transfer_hooks[fit]",
-    "data.order_of_ddp[shuffled]",
     "callbacks.stochastic_weight_averaging[norms]",
     "runs.hooks[fit]",
     "failing.error_in_callback[on_train_batch_end]",
