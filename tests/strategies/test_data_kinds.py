@@ -36,6 +36,8 @@ def cases() -> list[Any]:
 def test_every_sample_is_used_through_deaths(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind in libraries.MAKERS:
         pytest.importorskip(libraries.MAKERS[kind][0])
+        (tmp_path / "data").mkdir()
+        data_worker.data(kind, tmp_path / "data")  # litData's writer would wait for other ranks
     monkeypatch.setenv("DATA_KIND", kind)
     killed: set[int] = set()
     with Cluster(tmp_path, str(PROGRAMS / "data_worker.py"), f"1:{data_worker.DEVICES}") as cluster:
