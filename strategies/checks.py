@@ -47,7 +47,8 @@ def check_trainer(trainer: pl.Trainer, *, whole: bool) -> None:
     if trainer._accelerator_connector._layer_sync is not None:
         raise ConfigError(
             "Trainer(sync_batchnorm=True) communicates inside the forward pass, which the unicron strategy can't do "
-            "(ranks run different numbers of micro-batches); running statistics are averaged over it anyway"
+            "(ranks run different numbers of micro-batches); running statistics are averaged over the global batch "
+            "anyway. Write instead: GroupNorm or LayerNorm, or a larger batch_size"
         )
 
 

@@ -99,7 +99,6 @@ class FaultTolerantStrategy(CollectingStrategy):
         self._reports = StepReports()
         self._announcements = Announcements()
         self._last_batch: GlobalBatch | None = None
-        self._runs = 0
         self._broken_off = False
         """Whether an exception has ended the present run."""
 
@@ -174,6 +173,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         if line is not None and self._trainer is not None:
             say(self._trainer, line)
         self.parallelism.enter(world)
+        if self._session is not None:
+            self._session.record_fit()
 
     # ---- start
 
@@ -185,18 +186,16 @@ class FaultTolerantStrategy(CollectingStrategy):
         self.loaders.attend(trainer)
         if self._shape is None:
             self._shape = declare(trainer, self._num_micro_batches, parallelism.shards, self.schedule)
-        self._runs += 1
         self._broken_off = False
         begins, is_new = self._session is None, False
         if self._session is None:  # before the device is touched: a warm worker waits in there until it has a slot
             self._session, is_new = parallelism.open(self.root_device, self._shape, self._on_world)
-            if is_new and self._session.is_joiner:
+            if self._session.joins:
                 self._environment.follow_members()
-        self._begin_collectives(self._session, trainer, records=is_new, is_group=parallelism.whole)
+        self._begin_collectives(self._session, trainer, is_first=is_new, is_group=parallelism.whole)
         self._session.runs(active=True)
         self.engine.activity.enter("start")
         super().setup_environment()
-        self.collectives.scope = f"{self._runs}"
         if begins:
             seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & 0xFFFFFFFF))
             self.seed = self.collectives.broadcast(seed, 0)
@@ -225,9 +224,12 @@ class FaultTolerantStrategy(CollectingStrategy):
             session.fits += 1
             self.comparison.begin(trainer)
         if session.is_joiner and not self.engine.has_state:
-            if fitting:
+            if fitting and parallelism.whole and session.is_past():
+                self._membership.skip(trainer)
+            elif fitting:
                 self._membership.join(trainer)
             return
+        session.record_fit()
         remembers = fitting and self._membership.remember(trainer)
         resumes = fitting and bool(session.resume)
         parallelism.found(resumes=resumes or remembers)
@@ -259,6 +261,7 @@ class FaultTolerantStrategy(CollectingStrategy):
     def boundary(self, trainer: pl.Trainer) -> None:
         """Enter or leave worlds between steps."""
         self.collectives.starting = False
+        self.session.joins = False
         self._membership.boundary(trainer)
 
     # ---- the step
@@ -401,6 +404,7 @@ class FaultTolerantStrategy(CollectingStrategy):
     def teardown(self) -> None:
         if self._session is not None:
             if not self._broken_off:
+                self._membership.end_run(self.trainer)
                 self._session.runs(active=False)
             self.engine.activity.enter("over")
             if self._session.control is not None and self._announcements.take in self._session.control.listeners:

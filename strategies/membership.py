@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from unicron_lightning import wire
+from unicron_lightning.strategies.collectives.operations import RECORD_BYTES
 from unicron_lightning.strategies.console import take_over_bar
 from unicron_lightning.strategies.metrics.loggers import take_over
 from unicron_lightning.strategies.state import callbacks, join_state
@@ -17,6 +22,8 @@ from unicron_lightning.worker.operations import Join
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+
+logger = logging.getLogger(__name__)
 
 
 class Membership:
@@ -37,6 +44,8 @@ class Membership:
         self._arrival: dict[str, Any] | None = None
         self._parts = False
         self._checked = False
+        self._skipped: tuple[int | float, int | float] | None = None
+        """The trainer's limits, which are 0 while a fit is left out."""
         self._late = False
         """Whether this worker is on its way to its first step, with a state that others have trained."""
 
@@ -67,6 +76,28 @@ class Membership:
         if strategy.engine.world.rank == 0:  # the sender died meanwhile
             take_over(trainer.loggers)
             take_over_bar(trainer)
+
+    def skip(self, trainer: pl.Trainer) -> None:
+        """Leave out a fit that the task has finished: no batch is run, and its results are those of the members."""
+        self._skipped = trainer.limit_train_batches, trainer.num_sanity_val_steps
+        trainer.limit_train_batches = trainer.num_sanity_val_steps = 0
+        logger.warning("fit_left_out number=%d reason=the task has finished it", self._strategy.session.fits)
+
+    def end_run(self, trainer: pl.Trainer) -> None:
+        """Record a fit's results for workers that leave it out, or take them from there."""
+        session = self._strategy.session
+        if session.control is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        key = f"results of fit {session.fits}"
+        if self._skipped is None:
+            if session.engine.world.rank == 0 and self._strategy.parallelism.whole and not session.joins:
+                results = join_state.fit_results(trainer)
+                if results is not None and len(results) <= RECORD_BYTES:
+                    session.control.send(wire.Record(key=key, value=base64.b64encode(results).decode()))
+            return
+        (trainer.limit_train_batches, trainer.num_sanity_val_steps), self._skipped = self._skipped, None
+        if (value := session.control.lookup(key)) is not None:
+            join_state.take_fit_results(trainer, codec.decode(base64.b64decode(value)))
 
     def resume(self, trainer: pl.Trainer) -> None:
         """Resume from the task's newest checkpoint that is as it was written, because no member is left."""
@@ -130,6 +161,8 @@ class Membership:
             join_state.check(trainer)
             strategy.comparison.add_data(strategy.loaders.training)
             strategy.comparison.agree("training")
+        elif engine.control is not None and not strategy.comparison.has_data:  # a further fit of the trainer
+            strategy.comparison.add_data(strategy.loaders.training)
         join = Join(lambda: codec.encode(self.state(trainer)))
         engine.switch(join)
         if join.parts or self._parts:

@@ -36,6 +36,8 @@ If that is too short, the coordinator notifies them and they finish among themse
 """
 _BURIED_SECONDS = 2.0
 """Seconds that the end of the process waits for closed communicators: one in its destructor would abort the process."""
+_FIT = "fit"
+"""Record of the task's present fit."""
 _DESTROYED_SECONDS = 20.0
 """Seconds that the end of the process waits for NCCL groups in their aborts and destructors, for the same reason."""
 
@@ -49,6 +51,11 @@ class Session(OfProcess):
         on_world: called with each new world.
         fabric: built with each epoch's communicator, if given.
 
+    Attributes:
+        is_joiner: whether the task ran already when this worker was started.
+        joins: whether this joiner has not reached its first step.
+        fits: number of the script's ``fit`` calls so far, those that were left out among them.
+
     Raises:
         ConfigError: under torchrun with another rendezvous back-end.
     """
@@ -57,10 +64,11 @@ class Session(OfProcess):
         self, device: torch.device, capacity: int, on_world: Callable[[World], None], fabric: Fabric | None = None
     ) -> None:
         self.control: Control | None = None
-        self.is_joiner = False
+        self.is_joiner = self.joins = False
         self.resume: Sequence[wire.Checkpoint] = ()
         self.memory: Sequence[wire.StateOffer] = ()
         self.fits = 0
+        self._runs = 0
         self._stacks: StackFile | None = None
         self._ready_to_abort = threading.Event()
         activity = Activity()
@@ -76,6 +84,7 @@ class Session(OfProcess):
             if welcome.founder:
                 welcome = self._wait_founded(self.control)
             self.is_joiner, self.resume, self.memory = not welcome.founder, welcome.resume, welcome.memory
+            self.joins = self.is_joiner
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']} but has no Unicron agent; start the "
@@ -112,6 +121,21 @@ class Session(OfProcess):
         if self.control is not None:
             self.control.send(wire.Training(worker=self.control.worker, active=active))
 
+    def begin_run(self) -> int:
+        """Return the number of a trainer's run that begins, the same on all workers."""
+        self._runs += 1
+        return self._runs
+
+    def record_fit(self) -> None:
+        """Record, as the first rank, the number of the task's present ``fit`` for workers that join later."""
+        if self.control is not None and self.fits > 1 and self.engine.world.rank == 0 and not self.joins:
+            self.control.send(wire.Record(key=_FIT, value=str(self.fits)))
+
+    def is_past(self) -> bool:
+        """Whether the task is in a later ``fit`` than this joiner's script."""
+        assert self.control is not None
+        return self.fits < int(self.control.lookup(_FIT) or 1)
+
     def wait_admission(self) -> None:
         """Report that this joiner is built and may be admitted; `Engine.run` then waits for its first epoch."""
         assert self.control is not None
@@ -144,8 +168,9 @@ class Session(OfProcess):
         """
         if donors != self.fits:
             raise ConfigError(
-                f"this worker is in its script's fit number {self.fits}, but the task is in number {donors}; a worker "
-                "can join only in the first: run one fit per task"
+                f"this worker is in its script's fit number {self.fits}, but the task has begun number {donors}: the "
+                "worker joins there when it is started again (with unicron; models that are spread over workers are "
+                "joined in the first fit only)"
             )
 
     def _wait_founded(self, control: Control) -> wire.Welcome:

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import has_len_all_ranks
 from torch import Tensor
 from typing_extensions import override
@@ -33,6 +34,7 @@ class CollectingStrategy(ParallelStrategy):
         self._environment = UnicronEnvironment()
         super().__init__(cluster_environment=self._environment, **kwargs)
         self._collectives: Collectives | None = None
+        self._is_first = True
         self._trainer: pl.Trainer | None = None
 
     @property
@@ -45,11 +47,13 @@ class CollectingStrategy(ParallelStrategy):
         check_accelerator(accelerator, type(self))
         self._accelerator = accelerator
 
-    def _begin_collectives(self, session: Session, trainer: pl.Trainer, *, records: bool, is_group: bool) -> None:
+    def _begin_collectives(self, session: Session, trainer: pl.Trainer, *, is_first: bool, is_group: bool) -> None:
         """Exchange values from now on; by `torch.distributed` too, if the workers are its default group."""
         if self._collectives is None:
             self._collectives = Collectives(session)
-            self._collectives.records = records
+            self._is_first = is_first
+        self._collectives.records = self._is_first or trainer.state.fn == TrainerFn.FITTING
+        self._collectives.scope = f"{session.begin_run()}"
         if is_group:
             default_group.register(self._environment.place, self._collectives)
             default_group.keep_lightning_out(trainer)

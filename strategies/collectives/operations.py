@@ -1,7 +1,8 @@
 """Lightning's collectives, as operations that survive failures.
 
-Before the first training step of the first ``fit`` their results are also recorded with the coordinator. A joiner,
-whose script runs the same lines alone, reads them there instead of asking members that have long passed these lines.
+Before the first training step of a trainer's first ``fit`` their results are also recorded with the coordinator. A
+joiner, whose script runs the same lines alone, reads them there instead of asking members that have long passed these
+lines; where none was recorded it uses its own value.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Collectives(OfProcess):
         starting: whether the program is before its first training step, where results are recorded or looked up.
         inside: the name of the running step, in which collectives are refused.
         evaluates: returns the name of the evaluation whose batch is in progress, where they are refused, too.
-        records: whether results are recorded and looked up at all; not for a script's second trainer.
+        records: whether results are recorded at all; not in evaluations by a script's second trainer.
         live: whether the last result came from the members present.
         interrupted: returns whether this worker's run is ending by an error of its own. The other workers do not know,
             so each collective is answered with the own value.
@@ -88,13 +89,13 @@ class Collectives(OfProcess):
         self.live = False
         if self.interrupted():
             return [payload(0)] * (number or 1)
-        self.live = not self._session.is_joiner or not self.starting or not self.records
-        if not self.starting or not self.records:
+        self.live = not self._session.joins
+        if self.live and not (self.starting and self.records):
             return unpack_parts(self._session.engine.run(Agreement(name, payload)))
         key = f"{self.scope}/{name}/{self._counts[self.scope + name]}"
         self._counts[self.scope + name] += 1
         control = self._session.control
-        if self._session.is_joiner:
+        if not self.live:
             assert control is not None
             value = control.lookup(key)
             parts = [] if value is None else unpack_parts(base64.b64decode(value))
@@ -113,7 +114,9 @@ class Collectives(OfProcess):
         if inside is not None:
             raise CollectiveInStep(
                 f"{name}() was called inside {inside}; under the unicron strategy ranks run different numbers of "
-                "batches, so collectives belong in epoch-level hooks (self.log(sync_dist=True) works anywhere)"
+                "batches, so collectives belong in epoch-level hooks (self.log(sync_dist=True) works anywhere). Write "
+                "instead, for sums: self.log; for the negatives of a contrastive loss: a larger batch_size, or a queue "
+                "of earlier samples in a buffer"
             )
         if running is not None:
             raise CollectiveInStep(

@@ -46,6 +46,11 @@ class Comparison:
         """Describe the model of a ``fit``."""
         self.described = describe_model(trainer) if self._active else {}
 
+    @property
+    def has_data(self) -> bool:
+        """Whether the training data are described, if workers are compared."""
+        return "data order" in self.described or not self._active
+
     def add_data(self, loader: StepLoader | CombinedSteps | None) -> None:
         """Add the training data to the description."""
         if self._active and loader is not None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops import _FitLoop
+from lightning.pytorch.trainer import call
 
 from unicron_lightning.data.seeding import random_states, restore_random_states
 from unicron_lightning.strategies.metrics.loggers import adopt_versions, cut_rows, versions
@@ -111,6 +112,26 @@ def loop_state(trainer: pl.Trainer, layout: SumsLayout, seed: int, fit: int) -> 
         "seed": seed,
         "fit": fit,
     }
+
+
+def fit_results(trainer: pl.Trainer) -> bytes | None:
+    """Encode what a script may read from a trainer after a fit, for a worker that leaves the fit out; None if it is no
+    plain data.
+    """
+    results: dict[str, Any] = {"callbacks": call._call_callbacks_state_dict(trainer)}
+    results["metrics"] = dict(trainer._logger_connector._callback_metrics)
+    try:
+        return codec.encode({**results, "counters": counters(trainer.fit_loop)})
+    except codec.NotPlainData as error:
+        logger.warning("fit_results_not_recorded error=%s", error)
+        return None
+
+
+def take_fit_results(trainer: pl.Trainer, results: dict[str, Any]) -> None:
+    """Take the results of `fit_results`."""
+    call._call_callbacks_load_state_dict(trainer, {"callbacks": results["callbacks"]})
+    trainer._logger_connector._callback_metrics.update(results["metrics"])
+    set_counters(trainer.fit_loop, results["counters"])
 
 
 def note_epoch(trainer: pl.Trainer) -> None:
