@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from operator import attrgetter
 from typing import Any
 
 from unicron_lightning import wire
@@ -87,7 +88,7 @@ class Turn:
             if other.over is None:
                 concerned = nodes
                 if other is not task:
-                    concerned = {agent.node for agent in other.agents.values()}.intersection(nodes)
+                    concerned = set(nodes).intersection(map(attrgetter("node"), other.agents.values()))
                 if not concerned:
                     continue
                 usable = Counter([agent.node for agent in other.agents.values()])

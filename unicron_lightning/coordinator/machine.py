@@ -92,6 +92,7 @@ class Machine:
         """
         why, touched = isolation.diagnosis(error), self.touched
         self._changes.forget()
+        self._daemons.inside.clear()
         sender = isolation.agent_of(event, self._cluster)
         conn = event.conn if isinstance(event, ev.AgentMessage | ev.DaemonMessage) else None
         turn = self._begin(now)

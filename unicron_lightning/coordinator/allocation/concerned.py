@@ -9,6 +9,7 @@ they happen.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from operator import attrgetter
 
 from unicron_lightning.coordinator.allocation.places import is_assigned
 from unicron_lightning.coordinator.state import Cluster, Task
@@ -60,7 +61,7 @@ def _nodes_of(places: Collection[str]) -> frozenset[str]:
 
 
 def _is_concerned(cluster: Cluster, task: Task, nodes: Collection[str]) -> bool:
-    for agent in task.agents.values():
-        if agent.node in nodes or ((agent.waiting or agent.warm) and is_assigned(cluster, agent)):
-            return True
-    return False
+    agents = task.agents.values()  # thousands
+    if nodes and not frozenset(nodes).isdisjoint(map(attrgetter("node"), agents)):
+        return True
+    return any(is_assigned(cluster, agent) for agent in [agent for agent in agents if agent.waiting or agent.warm])

@@ -29,8 +29,9 @@ class Places(PlaceList):
     @cached_property
     def kinds(self) -> list[tuple[tuple[str, ...], list[str]]]:
         """Group places by the tasks that can use them. `usable_places` gives places that are alike the same tuple."""
-        kinds: dict[int, tuple[tuple[str, ...], list[str]]] = {}
-        for place in self:
+        usual = self[0].tasks if self else ()
+        kinds = {id(usual): (usual, [place.name for place in self if place.tasks is usual])} if self else {}
+        for place in [place for place in self if place.tasks is not usual]:
             kinds.setdefault(id(place.tasks), (place.tasks, []))[1].append(place.name)
         return sorted(kinds.values())
 
@@ -55,28 +56,34 @@ class DaemonPlaces:
 
     def __init__(self) -> None:
         self._of: tuple[list[Node], frozenset[str], frozenset[str]] | None = None
-        self._on: dict[str, tuple[list[str], list[Place]]] = {}
-        """Slots and places of each node, for the present jobs."""
         self.slots: dict[str, list[str]] = {}
         """Slots of each node that may be used."""
         self.places = Places()
+        self.inside: set[str] = set()
+        """Jobs whose agents are known to be at these places, all of them: there are thousands of agents to look at."""
+
+    def registers(self, task: str) -> None:
+        """Look at a task's agents again: one of them is new, or elsewhere."""
+        self.inside.discard(task)
 
     def look(self, nodes: list[Node], jobs: frozenset[str], out: frozenset[str]) -> None:
         """Update the places from the nodes, the jobs and the nodes that must not be used."""
         of = (nodes, jobs, out)
         if of == self._of:
             return
-        known = self._on if self._of is not None and jobs == self._of[1] else {}
+        known = self.slots if self._of is not None and jobs == self._of[1] else {}
         tasks = self.places[0].tasks if known and self.places else tuple(sorted(jobs))
-        self._of, self._on = of, {}
-        self.slots = {node.label: node.slots for node in nodes if node.label not in out}
-        for label, slots in self.slots.items():
-            before = known.get(label)
-            if before is None or before[0] != slots:
-                before = slots, [Place(name=f"{label}/{slot}", node=label, tasks=tasks) for slot in slots]
-            self._on[label] = before
-        found = itertools.chain.from_iterable(places for _, places in self._on.values())
-        self.places = Places(sorted(found, key=attrgetter("name")))
+        slots = {node.label: node.slots for node in nodes if node.label not in out}
+        self._of, self.slots = of, slots
+        if slots == known and known:
+            return
+        new = [label for label, on_node in slots.items() if known.get(label) != on_node]
+        changed = {*new, *(known.keys() - slots.keys())}
+        if not known or not changed.isdisjoint(known):
+            self.inside.clear()
+        kept = [place for place in self.places if place.node not in changed] if known else []
+        found = [Place(name=f"{label}/{slot}", node=label, tasks=tasks) for label in new for slot in slots[label]]
+        self.places = Places(sorted([*kept, *found], key=attrgetter("name")))
 
 
 def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Places:
@@ -100,10 +107,13 @@ def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Plac
     for task in cluster.tasks.values():
         if task.over is not None:
             continue
+        if task.id in jobs and task.id in daemons.inside:
+            continue  # nearly all tasks
         slots = daemons.slots if task.id in jobs else {}
-        for agent in task.agents.values():
-            if agent.slot is None or agent.slot in slots.get(agent.node, ()):  # ten thousand agents are looked at
-                continue
+        outside = [a for a in task.agents.values() if a.slot is not None and a.slot not in slots.get(a.node, ())]
+        if task.id in jobs and not outside:
+            daemons.inside.add(task.id)
+        for agent in outside:
             place = f"{agent.node}/{agent.slot}"
             if _counts(cluster, task, agent):
                 of_daemon = agent.slot in daemons.slots.get(agent.node, ())

@@ -70,6 +70,7 @@ def gather(cluster: Cluster, turn: Turn, agent: Agent, is_new: bool) -> None:
     for the first agent, and again for each further one.
     """
     turn.places_changed = True
+    turn.daemons.registers(agent.task)
     if is_new and agent.place is not None and several_compete(cluster):
         agent.fresh = True
         if not cluster.gathering:

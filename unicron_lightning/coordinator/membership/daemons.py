@@ -10,7 +10,7 @@ their own and are judged by those.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -126,11 +126,11 @@ def review(cluster: Cluster, turn: Turn, told: SentOrders, nodes: Collection[str
         told: the orders sent so far.
         nodes: nodes whose places may have been given to other tasks since the last call; None if any may.
     """
-    look_at_all = nodes is None or told.are_for_other_jobs(cluster.lasting)
+    look_at: Iterable[Node] = cluster.nodes.values()
+    if nodes is not None and not told.are_for_other_jobs(cluster.lasting):
+        look_at = [node for node in look_at if node.unsent or node.label in nodes]
     ending = False
-    for node in cluster.nodes.values():
-        if not (node.unsent or look_at_all or node.label in (nodes or ())):
-            continue
+    for node in look_at:
         if node.unsent or not _is_told(cluster, node):
             launches = _wanted(cluster, node)
             if launches != node.launches or node.unsent:
@@ -154,9 +154,8 @@ def review_ended(cluster: Cluster, turn: Turn) -> list[Task]:
     if not alone:
         return ended
     run: dict[tuple[str, float], list[tuple[Node, NodeTask]]] = {}
-    for node in cluster.nodes.values():
-        for each in node.tasks:
-            run.setdefault((each.job.name, each.job.submitted_at), []).append((node, each))
+    for node, each in [(one, each) for one in cluster.nodes.values() for each in one.tasks]:
+        run.setdefault((each.job.name, each.job.submitted_at), []).append((node, each))
     for job in alone:
         task = cluster.tasks[job.name]
         of_job = run.get((job.name, job.submitted_at), [])

@@ -41,8 +41,12 @@ class PlaceList(list[Place]):
     @cached_property
     def users(self) -> dict[str, frozenset[str]]:
         """The tasks that can use each place. Places that are alike share one set, which is faster than a tuple."""
-        sets = {number: frozenset(tasks) for number, tasks in {id(place.tasks): place.tasks for place in self}.items()}
-        return {place.name: sets[id(place.tasks)] for place in self}
+        usual = self[0].tasks if self else ()
+        users = dict.fromkeys([place.name for place in self], frozenset(usual))
+        sets: dict[int, frozenset[str]] = {}
+        for place in [place for place in self if place.tasks is not usual]:
+            users[place.name] = sets.setdefault(id(place.tasks), frozenset(place.tasks))
+        return users
 
 
 def assign(

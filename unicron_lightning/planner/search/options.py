@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from unicron_lightning.planner.reward import Curve
 from unicron_lightning.planner.search import compiler, kernels
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from unicron_lightning.planner.reward import Curve
     from unicron_lightning.planner.state import ClusterState
 
 
@@ -28,15 +29,23 @@ class Column:
     Attributes:
         units: int64, rising: k of each option.
         keys: int64, the key of each.
-        digest: of everything that the options were computed from; empty if they were not made by `column`.
+        contents: all that the options were computed from, in parts; empty if they were not made by `column`.
     """
 
     units: NDArray[np.int64] = field(repr=False)
     keys: NDArray[np.int64] = field(repr=False)
-    digest: bytes = field(default=b"", repr=False)
+    contents: tuple[object, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Digest of the contents, computed only where plans for many events are compared; b"" without contents."""
+        if not self.contents:
+            return b""
+        parts = [part.digest if isinstance(part, Curve) else repr(part).encode() for part in self.contents]
+        return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
 
-NOTHING = Column(units=np.zeros(1, dtype=np.int64), keys=np.zeros(1, dtype=np.int64), digest=bytes(16))
+NOTHING = Column(units=np.zeros(1, dtype=np.int64), keys=np.zeros(1, dtype=np.int64), contents=("nothing",))
 """The column of an absent task."""
 
 
@@ -103,5 +112,4 @@ def column(state: ClusterState, curve: Curve, *, price: int, may_pause: bool, ma
         cost_elsewhere,
     )
     units, keys = kernels.keys_of(curve.workers[:count], curve.waf[:count], curve.layouts[:count], *numbers)
-    digest = hashlib.blake2b(repr((count, numbers)).encode() + curve.digest, digest_size=16).digest()
-    return Column(units=units, keys=keys, digest=digest)
+    return Column(units=units, keys=keys, contents=(count, numbers, curve))
