@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -86,6 +86,12 @@ class Curve:
             waf=task.weight * flops[runs],
             layouts=np.array([task.layout(int(x)) for x in known], dtype=np.int64),
         )
+
+    def of_task(self, task: PlanTask, num_workers: int) -> Curve:
+        """Return the same curve for a task with the same performance, sizes and weight, and its greatest values."""
+        curve = replace(self, task=task, num_workers=num_workers)
+        curve.__dict__.update(waf_peak=self.waf_peak, waf_per_unit=self.waf_per_unit)
+        return curve
 
     def is_relayout(self, before: int, after: int) -> bool:
         """Whether TP x PP with ``after`` workers is known not to be that with ``before``."""

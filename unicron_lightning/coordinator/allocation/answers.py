@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from unicron_lightning.coordinator import events as ev
@@ -234,7 +234,7 @@ def _curve(task: Competitor, known: Knowledge, reach: int) -> Curve:
     terms = (task.name, planned.sizes(1, reach), task.weight, known.caution, bool(planned.relayout_seconds))
     if (curve := known.curves.get(terms)) is None:
         curve = known.curves[terms] = Curve.of(planned, unit=1, num_workers=reach)
-    return replace(curve, task=planned, num_workers=reach)
+    return curve.of_task(planned, reach)
 
 
 def allocation_of(question: Question, plan: Plan) -> dict[str, int]:

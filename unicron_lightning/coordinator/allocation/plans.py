@@ -101,7 +101,7 @@ def _put_in_force(
 ) -> None:
     lasting = cluster.lasting
     before = dict(lasting.assigned)
-    nobody = dict.fromkeys((place.name for place in places), NO_TASK)
+    nobody = dict.fromkeys(places.by_name, NO_TASK)
     worths = [worth(cluster.tasks[task], before) for task in wanted if task in cluster.tasks]
     after = {**nobody, **assign(places, wanted, before, {k: v for each in worths for k, v in each.items()})}
     lasting.assigned = keep_together(competing_tasks(cluster), places, after)

@@ -11,6 +11,7 @@ their own and are judged by those.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -153,8 +154,9 @@ def review_ended(cluster: Cluster, turn: Turn) -> list[Task]:
     alone = [job for job in alone if not cluster.tasks[job.name].agents and cluster.tasks[job.name].over is None]
     if not alone:
         return ended
+    nodes = cluster.nodes.values()
     run: dict[tuple[str, float], list[tuple[Node, NodeTask]]] = {}
-    for node, each in [(one, each) for one in cluster.nodes.values() for each in one.tasks]:
+    for node, each in [(one, each) for one in filter(attrgetter("tasks"), nodes) for each in one.tasks]:
         run.setdefault((each.job.name, each.job.submitted_at), []).append((node, each))
     for job in alone:
         task = cluster.tasks[job.name]
