@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save:UserWarning"),
     pytest.mark.filterwarnings("ignore:You are using `torch.load` with `weights_only=False`:UserWarning"),
     pytest.mark.filterwarnings("ignore:You requested to overfit but enabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection:UserWarning"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
 ]
 
