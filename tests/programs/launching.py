@@ -24,7 +24,8 @@ def launch(arguments: list[str], folder: Path, seconds: float = 300, **environme
         finally:
             process.terminate()
             process.wait(30)
-    assert code == 0, (folder / "torchrun.log").read_text()[-4000:]
+    logs = [folder / "torchrun.log", *folder.glob("*/coordinator.log")]
+    assert code == 0, "\n".join(f"==== {path.name}\n{path.read_text()[-4000:]}" for path in logs)
 
 
 def load(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:

@@ -26,12 +26,14 @@ MARK: Final = "UNICRON_LOCAL_CLUSTER"
 """Environment variable of every process of a group, with the group's identity; descendants inherit it."""
 _FIRST_PORT, _LAST_PORT, _BLOCK = 20_000, 32_000, 16
 _END_SECONDS: Final = 20.0
+_RANDOM: Final = random.SystemRandom()
+"""Two processes that seed the module `random` alike, as `seed_everything` does, would choose the same ports."""
 
 
 def free_port() -> int:
     """Return a TCP port of the loopback address with free ports above it, below the range of outgoing connections."""
     while True:
-        first = random.randrange(_FIRST_PORT, _LAST_PORT)
+        first = _RANDOM.randrange(_FIRST_PORT, _LAST_PORT)
         try:
             for port in range(first, first + _BLOCK):
                 with socket.socket() as probe:
