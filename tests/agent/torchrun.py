@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,6 +15,8 @@ from unicron_lightning.local_cluster.cluster import LocalCluster
 from unicron_lightning.local_cluster.processes import until
 
 HERE = Path(__file__).parent
+START_SECONDS = 90.0
+"""Time that a worker may take to start, on a busy machine."""
 
 
 def noted(folder: Path, what: str, **fields: Any) -> list[dict[str, Any]]:
@@ -62,6 +66,16 @@ class Cluster(LocalCluster):
     def wait_notes(self, count: int, what: str, seconds: float = 60.0, **fields: Any) -> list[dict[str, Any]]:
         """Wait until workers have noted an event a number of times."""
         return wait_noted(self.folder, count, what, seconds, **fields)
+
+    def kill_first(self, step: int) -> int:
+        """Kill rank 0's worker once that rank has noted a step, or a later one; return the worker's process number."""
+        found = until(
+            f"step {step}",
+            lambda: [note["pid"] for note in self.notes("step", rank=0) if note["step"] >= step],
+            START_SECONDS,
+        )
+        os.kill(found[-1], signal.SIGKILL)
+        return int(found[-1])
 
     def finish(self) -> list[int]:
         """Let the workers end and return the agents' exit statuses."""

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,8 @@ from programs import data_worker, libraries
 from programs.launching import PROGRAMS
 from torch.utils.data import DataLoader
 
-from unicron_lightning.local_cluster.processes import until
-
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 
-START = 90.0
-"""Seconds that a worker may take to start, on a busy machine."""
 KILLED_AT = (4, 17)
 """Steps of the first and of the second epoch."""
 
@@ -39,18 +33,10 @@ def test_every_sample_is_used_through_deaths(kind: str, tmp_path: Path, monkeypa
         (tmp_path / "data").mkdir()
         data_worker.data(kind, tmp_path / "data")  # litData's writer would wait for other ranks
     monkeypatch.setenv("DATA_KIND", kind)
-    killed: set[int] = set()
     with Cluster(tmp_path, str(PROGRAMS / "data_worker.py"), f"1:{data_worker.DEVICES}") as cluster:
         for _ in range(data_worker.DEVICES):
             cluster.add_node()
-        for step in KILLED_AT:
-
-            def reached(step: int = step) -> list[int]:
-                return [line["pid"] for line in cluster.notes("step", rank=0) if line["step"] >= step]
-
-            victim = until(f"step {step}", reached, START)[-1]
-            os.kill(victim, signal.SIGKILL)
-            killed.add(victim)
+        killed = {cluster.kill_first(step) for step in KILLED_AT}
         assert cluster.finish() == [0] * data_worker.DEVICES
         results, steps = cluster.notes("result"), cluster.notes("step")
     found, wanted = torch.tensor([line["counts"] for line in results]), torch.tensor(data_worker.expected(kind))

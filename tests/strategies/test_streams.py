@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,12 +9,7 @@ from agent.torchrun import Cluster
 from programs import stream_worker
 from programs.launching import PROGRAMS
 
-from unicron_lightning.local_cluster.processes import until
-
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
-
-START = 90.0
-"""Seconds that a worker may take to start, on a busy machine."""
 
 
 @pytest.mark.parametrize(("workers", "states"), [("0", ""), pytest.param("2", "", marks=pytest.mark.chaos), ("1", "1")])
@@ -25,18 +18,10 @@ def test_every_sample_is_used_once_an_epoch_through_deaths(
 ) -> None:
     monkeypatch.setenv("STREAM_WORKERS", workers)
     monkeypatch.setenv("STREAM_STATES", states)
-    killed: set[int] = set()
     with Cluster(tmp_path, str(PROGRAMS / "stream_worker.py"), f"1:{stream_worker.DEVICES}") as cluster:
         for _ in range(stream_worker.DEVICES):
             cluster.add_node()
-        for step in (4, 17):  # in the first and in the second epoch
-
-            def reached(step: int = step) -> list[int]:
-                return [line["pid"] for line in cluster.notes("step", rank=0) if line["step"] >= step]
-
-            victim = until(f"step {step}", reached, START)[-1]
-            os.kill(victim, signal.SIGKILL)
-            killed.add(victim)
+        killed = {cluster.kill_first(step) for step in (4, 17)}  # in the first and in the second epoch
         assert cluster.finish() == [0] * stream_worker.DEVICES
         results, steps = cluster.notes("result"), cluster.notes("step")
         loaded = {(line["epoch"], line["read"] * max(1, int(workers))) for line in cluster.notes("loaded")}

@@ -1,7 +1,7 @@
 """Shares by speed: a rank with slower micro-batches gets fewer of them. The global batch is unchanged.
 
 Every rank has to plan the same step, so the decision uses data that is equal on all ranks: each rank's time per
-micro-batch since the epoch began, as gathered in the commits. Nothing is carried over to another epoch: joiners and
+micro-batch since the epoch began, as gathered after the commits. Nothing is carried over to another epoch: joiners and
 recovered workers have the same data as the others, and every epoch begins with equal shares.
 """
 
