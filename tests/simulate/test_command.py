@@ -86,6 +86,30 @@ def test_a_policy_of_ones_own_and_what_is_finished_when_a_later_run_is_wrong(tmp
     assert (tmp_path / "x" / "summary.csv").read_text().count("\n") == 3
 
 
+INTERRUPTED_IN_A_LIBRARY = """
+import signal
+from omegaconf.errors import OmegaConfBaseException
+from unicron_lightning.simulate import __main__ as command
+
+def job(composed):
+    # As OmegaConf does: its clean-up fails when Ctrl-C interrupts the change of a value.
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        raise OmegaConfBaseException("flags are gone")
+
+command.job = job
+command.main(["hydra.run.dir=x"])
+"""
+
+
+def test_an_error_that_ctrl_c_causes_in_a_library_counts_as_the_interruption(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IN_A_LIBRARY]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert result.returncode == 130 and "Traceback" not in result.stderr
+    assert result.stderr.endswith("\nsimulate: interrupted\n")
+
+
 def test_ctrl_c_keeps_results_and_shows_no_traceback(tmp_path: Path) -> None:
     quiet = ("trace=b", "trace.days=300", "output.pictures=false", "hydra.sweep.dir=x")
     command = [sys.executable, "-m", "unicron_lightning.simulate", "-m", "policy=megatron", "seed=range(30)", *quiet]

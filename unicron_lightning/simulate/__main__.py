@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -39,21 +39,24 @@ def main(arguments: list[str] | None = None) -> None:
     interrupt = _Interrupt()
     try:
         run()
-    except _WRONG as error:
+    except BaseException as error:
+        if _Interrupt.received:
+            _end_interrupted()
+        if not isinstance(error, _WRONG):
+            raise
         _conclude()
         sys.exit(f"simulate: {_explain(error)}")
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once, without a traceback
-        _conclude()
-        sys.stderr.write("simulate: interrupted\n")
-        sys.exit(130)
     finally:
         interrupt.restore()
         del os.environ[_FULL_ERROR]
 
 
 class _Interrupt:
-    """Remembers Ctrl-C: Python drops a KeyboardInterrupt that is raised in a destructor or a callback of a library."""
+    """Remembers Ctrl-C, because what is raised in its place may be lost or replaced.
+
+    Python drops a KeyboardInterrupt that is raised in a destructor or a callback of a library. OmegaConf, interrupted
+    while it changes a value, raises an AttributeError as it restores its flags.
+    """
 
     received = False
 
@@ -69,6 +72,13 @@ class _Interrupt:
     def _receive(*_: object) -> None:
         _Interrupt.received = True
         raise KeyboardInterrupt
+
+
+def _end_interrupted() -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once, without a traceback
+    _conclude()
+    sys.stderr.write("simulate: interrupted\n")
+    sys.exit(130)
 
 
 def _conclude() -> None:
