@@ -38,9 +38,11 @@ class StageSteps:
     def __init__(self, grid: MegatronParallel) -> None:
         self.grad_norm = 0.0
         self._grid = grid
+        self._size: int | None = None
+        """Of the micro-batches, once a loader is known."""
 
     def check_data(self, loader: DataLoader[Any]) -> None:
-        self._grid.member.model.micro_batch_size = check_megatron_loader(loader)
+        self._size = self._grid.member.model.micro_batch_size = check_megatron_loader(loader, self._size)
 
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
         strategy, member = self._grid.strategy, self._grid.member

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from unicron_lightning.data.order import check_loader
+from unicron_lightning.data.sources import Batches, name_of
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.grid import Shape
 
@@ -117,30 +118,40 @@ def check_megatron_layout(config: Any, shape: Shape) -> None:
             )
 
 
-def check_megatron_loader(loader: DataLoader[Any]) -> int:
+def check_megatron_loader(loader: DataLoader[Any], size: int | None = None) -> int:
     """Refuse micro-batches of different sizes: pipeline stages exchange tensors of one shape.
 
+    Args:
+        loader: of training data; one of them, if there are several.
+        size: of the other loaders' micro-batches; None: this is the first one.
+
     Returns:
-        Their size.
+        The size of its micro-batches.
 
     Raises:
         ConfigError: naming the alternative.
     """
     check_loader(loader)
     assert isinstance(loader, DataLoader)
-    size: int | None = loader.batch_size
-    if size is None:
+    own: int | None = loader.batch_size
+    if own is None:
+        given = f"data, a {name_of(loader)}," if isinstance(loader.dataset, Batches) else "DataLoader"
         raise ConfigError(
-            "the training DataLoader has no batch_size; the unicron_megatron strategy takes it as Megatron's "
+            f"the training {given} has no batch_size; the unicron_megatron strategy takes it as Megatron's "
             "micro_batch_size: use DataLoader(batch_size=...)"
         )
-    samples = len(loader.sampler)  # type: ignore[arg-type]
-    if not loader.drop_last and samples % size:
+    if size not in (None, own):
         raise ConfigError(
-            f"the training data ({samples} samples) is no multiple of batch_size={size}, so one micro-batch would be "
+            f"the training data has loaders with batch_size={size} and with batch_size={own}, but Megatron has one "
+            "micro_batch_size: give all of them the same batch_size"
+        )
+    samples = len(loader.sampler)  # type: ignore[arg-type]
+    if not loader.drop_last and samples % own:
+        raise ConfigError(
+            f"the training data ({samples} samples) is no multiple of batch_size={own}, so one micro-batch would be "
             "smaller, which pipeline stages cannot exchange: use DataLoader(drop_last=True)"
         )
-    return size
+    return own
 
 
 def check_validation_loader(loader: DataLoader[Any]) -> None:

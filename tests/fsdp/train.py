@@ -11,6 +11,7 @@ import os
 import pydoc_data.topics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 BATCH = 2
 LENGTH = 16
+SECOND = 11  # samples of the second loader
 SETTINGS: dict[str, Any] = {
     "shards": 2,
     "replicas": 2,
@@ -44,6 +46,7 @@ SETTINGS: dict[str, Any] = {
     "clips": "norm",  # or "value"
     "eps": 1e-8,  # of AdamW
     "samples": 4096,
+    "several": False,  # whether a second, shorter loader of batches has as much weight
     "dropout": 0.0,
     "reference": "auto",  # strategy of the run without an agent; "unicron" has the same dropout
     "memory": None,  # [every_n_steps, partners] of MemoryCheckpoint
@@ -68,6 +71,13 @@ class Text(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         window = self._bytes[index * LENGTH : (index + 1) * LENGTH + 1]
         return window[:-1], window[1:]
+
+
+class Batches(list[Any]):
+    """A list that Lightning takes as one loader: of batches of one sample."""
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        super().__init__([part[None] for part in sample] for sample in samples)
 
 
 class Block(nn.Module):
@@ -126,6 +136,9 @@ class Model(pl.LightningModule):
         place, seconds, *shards = self.settings["drag"]
         if hasattr(strategy, "fabric") and strategy.fabric.place.replica == place:
             time.sleep(seconds if strategy.fabric.shard in shards or not shards else 0.0)
+        if self.settings["several"]:
+            batch, second = batch["text"], batch["second"]
+            batch = [torch.cat(pair) for pair in zip(batch, second, strict=True)]
         loss = self._loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("samples", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
@@ -245,7 +258,10 @@ def main(make: type[Model] = Model) -> None:
     data = DataLoader(Text(settings["samples"]), batch_size=BATCH, shuffle=False)
     judged = DataLoader(Text(22), batch_size=3) if validate else None
     module = make(settings)
-    trainer.fit(module, ordered(data, workers) if alone else data, judged, ckpt_path=settings["resume"])
+    given: Any = ordered(data, workers) if alone else data
+    if settings["several"]:
+        given = {"text": given, "second": Batches(data.dataset[number] for number in range(SECOND))}
+    trainer.fit(module, given, judged, ckpt_path=settings["resume"])
     if settings["tests"]:
         trainer.test(module, judged, verbose=False)
 

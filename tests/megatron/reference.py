@@ -11,8 +11,9 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch.utils.data import default_collate
+from torch.utils.data import Subset, default_collate
 
+from unicron_lightning.data.chunks import ChunkOrder
 from unicron_lightning.megatron import shim, toy
 from unicron_lightning.megatron.randomness import seed_micro_batch
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MICRO_BATCH = 2
+SAMPLES, CHUNK = 4096, 1000
+SECOND = 12
+"""Number of samples of the second loader."""
 VALIDATED = 22
 """Number of validation samples."""
 
@@ -46,7 +50,9 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = ddp.no_sync if ddp_config.overlap_grad_reduce else None
-    data = toy.Text(options.length, limit=4096)
+    data: Any = toy.Text(options.length, limit=SAMPLES)
+    if settings.get("chunks"):
+        data = Subset(data, list(ChunkOrder(chunks(), settings["dp"], None)))
     norms = []
     tensor = parallel_state.get_tensor_model_parallel_rank()
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -61,7 +67,9 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
         optimizer.zero_grad()
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=_batches(data, step, settings["accumulation"], settings["dp"]),
+            data_iterator=_batches(
+                data, step, settings["accumulation"], settings["dp"], settings.get("several", False)
+            ),
             model=[ddp],
             num_microbatches=settings["accumulation"],
             seq_length=options.length,
@@ -110,12 +118,35 @@ def validation(ddp: Any, module: Any, options: toy.Toy, path: Path) -> None:
         path.write_text(str(sum(losses) / len(data)))
 
 
-def _batches(data: toy.Text, step: int, share: int, replicas: int) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
-    """The micro-batches of this replica: every ``replicas``-th, with samples distributed as by `DistributedSampler`."""
+def chunks() -> list[range]:
+    """The samples of the chunks of litData that a test writes."""
+    return [range(first, min(first + CHUNK, SAMPLES)) for first in range(0, SAMPLES, CHUNK)]
+
+
+def _batches(
+    data: Any, step: int, share: int, replicas: int, several: bool
+) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+    """The micro-batches of this replica: every ``replicas``-th, with samples distributed as by `DistributedSampler`.
+
+    Args:
+        data: of training.
+        step: number of the step.
+        share: micro-batches of each replica in a step.
+        replicas: number of replicas.
+        several: whether the second half of each micro-batch is from the first `SECOND` samples, again and again.
+    """
     own = parallel_state.get_data_parallel_rank()
     for number in range(share):
-        first = ((step * share + number) * replicas) * MICRO_BATCH
-        samples = range(first + own, first + replicas * MICRO_BATCH, replicas)
+        samples = _round(step * share + number, own, replicas)
+        if several:
+            again = _round((step * share + number) % (SECOND // (MICRO_BATCH * replicas)), own, replicas)
+            samples = [*samples[: MICRO_BATCH // 2], *again[MICRO_BATCH // 2 :]]
         epoch, within = divmod(step, len(data) // (MICRO_BATCH * share * replicas))
         batch = default_collate([data[sample % len(data)] for sample in samples])
         yield (1, epoch, within, number * replicas + own), batch
+
+
+def _round(number: int, own: int, replicas: int) -> list[int]:
+    """The samples of a replica in a round of micro-batches."""
+    first = number * replicas * MICRO_BATCH
+    return list(range(first + own, first + replicas * MICRO_BATCH, replicas))

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import re
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs.libraries import write_chunks
 from system.cluster import Cluster
 from system.healing import check, check_validation, healed
 from system.megatron import MODEL, SCRIPT, ZERO1, wait_replicas
+
+from unicron_lightning.demo.dataset import Windows
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -28,7 +32,7 @@ def die(point: str, replica: int, shard: int, **where: Any) -> dict[str, Any]:
 
 SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "pipeline": (
-        {"pp": 2, "toy": {"dropout": 0.1}, "validate": 2},
+        {"pp": 2, "toy": {"dropout": 0.1}, "validate": 2, "several": True},
         [
             die("forward", 0, 0, micro_batch=1),  # the first worker of all
             # in the second global batch; its partner has the results of the third
@@ -58,6 +62,8 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 RESIZED = "zero1"
 """The run that is resized at its end."""
+CHUNKED = "tensor"
+"""The run that reads its samples from litData's chunks, where it is installed."""
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,10 @@ RESIZED = "zero1"
 def test_kills_heal_bit_by_bit(name: str, tmp_path: Path, worlds: Any) -> None:
     different, schedule = SCHEDULES[name]
     model = {**MODEL, **different}
+    if name == CHUNKED and find_spec("litdata"):
+        windows = [window for _, window in Windows(0.0, 1.0, 16, 4096)]  # of toy.Text
+        write_chunks(tmp_path / "chunks", ({"tokens": each[:-1], "labels": each[1:]} for each in windows), 1000)
+        model["chunks"] = str(tmp_path / "chunks")
     settings = {**model, "steps": 6, "finish": True, "full": 4, "slow": 0.05}
     nodes = "2:4" if name == RESIZED else "3:4"
     with Cluster(tmp_path, script=SCRIPT, agents=5, nodes=nodes, schedule=schedule, settings=settings) as cluster:

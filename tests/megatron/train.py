@@ -43,6 +43,7 @@ from unicron_lightning.worker.communication.communicator import CommunicatorAbor
 
 MICRO_BATCH = 2
 VALIDATION = {"samples": 22, "batch": 3}  # two global batches, and the last batch is smaller
+SECOND = 12  # samples of a second loader, which begins again in the second step
 SEED = 1234
 SETTINGS: dict[str, Any] = {
     "tp": 1,
@@ -63,6 +64,8 @@ SETTINGS: dict[str, Any] = {
     "ddp": {},
     "optimizer": {},
     "redundancy": None,  # of the distributed optimizer's shards
+    "several": False,  # whether half of each micro-batch is from a second, shorter loader
+    "chunks": None,  # path of the same samples as litData's chunks of `CHUNK`
     "unfit": None,  # [tp, pp] in which building the model fails
     "accelerator": "cpu",
 }
@@ -131,7 +134,7 @@ class Model(pl.LightningModule):
         count = count + 1 if step == self.trainer.global_step else 0
         self.count = self.trainer.global_step, count
         self.faults.point("forward", self.trainer.global_step, micro_batch=count)
-        return toy.forward(self.model, batch)
+        return toy.forward(self.model, mixed(batch) if self.settings["several"] else batch)
 
     def loss(self, output: Any, batch: Any) -> Any:
         loss = toy.loss(output)
@@ -164,6 +167,12 @@ class Model(pl.LightningModule):
                 "interval": "step",
             },
         }
+
+
+def mixed(batch: Any) -> Any:
+    """The first half of the first loader's samples, and the second half of the second one's."""
+    half = MICRO_BATCH // 2
+    return {name: torch.cat([batch["first"][name][:half], batch["second"][name][half:]]) for name in batch["first"]}
 
 
 class Watch(pl.Callback):
@@ -274,7 +283,13 @@ def main() -> None:
         check_val_every_n_epoch=None if validate else 1,
         callbacks=[Watch(folder, settings, note), *saves],
     )
-    data = DataLoader(toy.Text(options.length, limit=4096), batch_size=MICRO_BATCH, drop_last=True)
+    data: Any = DataLoader(toy.Text(options.length, limit=4096), batch_size=MICRO_BATCH, drop_last=True)
+    if settings["chunks"]:
+        import litdata
+
+        data = DataLoader(litdata.StreamingDataset(settings["chunks"]), batch_size=MICRO_BATCH)
+    if settings["several"]:
+        data = {"first": data, "second": DataLoader(toy.Text(options.length, limit=SECOND), batch_size=MICRO_BATCH)}
     judged = toy.Text(options.length, limit=VALIDATION["samples"])
     loader = DataLoader(judged, batch_size=VALIDATION["batch"]) if settings["validate"] else None
     trainer.fit(Model(settings, faults), data, loader, ckpt_path=settings["resume"])

@@ -1,6 +1,7 @@
 """A training on one kind of data that counts how often each sample is used, under torchrun agents.
 
-``data_worker.py FOLDER`` with ``$DATA_KIND``: one of `KINDS`, or of `libraries.MAKERS`.
+``data_worker.py FOLDER`` with ``$DATA_KIND``: one of `KINDS`, or of `libraries.MAKERS`; and ``$DATA_STRATEGY``: one of
+`WORKERS`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,8 +24,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from programs import libraries
 from programs.stream_worker import BATCH, DEVICES, EPOCHS, ROUNDS, SAMPLES, Counting, Numbers
 
-SECOND = 30
-"""Samples of the second loader, in batches of 3; their numbers follow those of the first."""
+WORKERS = {"unicron": DEVICES, "unicron_fsdp": 4}
+"""Workers by strategy; a replica of a sharded model has `SHARDS`."""
+SHARDS = 2
+SECOND = 60
+"""Samples of the second loader; their numbers follow those of the first."""
+SIZE = SAMPLES + SECOND
 
 
 class Reopenable:
@@ -49,12 +55,14 @@ class BatchesOf(list[Tensor]):
     """A list that Lightning takes as one loader; it takes a plain list of tensors as several."""
 
 
-def second() -> BatchesOf:
-    return BatchesOf((SAMPLES + torch.arange(SECOND)).split(3))
+def second(size: int = 6) -> BatchesOf:
+    return BatchesOf((SAMPLES + torch.arange(SECOND)).split(size))
 
 
 KINDS: dict[str, Callable[[Path], Any]] = {
     "several": lambda folder: {"first": numbers(), "second": second()},
+    "max_size": lambda folder: CombinedLoader([numbers(), second()], "max_size"),
+    "min_size": lambda folder: CombinedLoader([numbers(), second(1)], "min_size"),
     "sequence": lambda folder: BatchesOf(torch.arange(SAMPLES).split(BATCH)),
     "reopened": lambda folder: Reopenable(),
     "stream": lambda folder: DataLoader(Numbers(SAMPLES), batch_size=BATCH),
@@ -72,10 +80,24 @@ def data(kind: str, folder: Path) -> Any:
 def expected(kind: str) -> list[float]:
     """Return how often each sample is to be used."""
     counts = [float(EPOCHS)] * SAMPLES
-    if kind == "several":  # 24 rounds of three batches, and one of two; the second loader has ten batches
-        rest = [7 + (number < 74 % 10) for number in range(10)]
-        counts += [float(EPOCHS * rest[sample // 3]) for sample in range(SECOND)]
+    match kind:
+        case "several":  # the first loader has 74 batches, in whole rounds and one of two; the second has ten
+            rest = [7 + (number < 74 % 10) for number in range(10)]
+            return counts + [float(EPOCHS * rest[sample // 6]) for sample in range(SECOND)]
+        case "max_size":
+            return counts + [float(EPOCHS)] * SECOND
+        case "min_size":
+            return _shortest() + [float(EPOCHS)] * SECOND
     return counts
+
+
+def _shortest() -> list[float]:
+    """Return how often each of the first samples is used if an epoch ends after `SECOND` micro-batches."""
+    counts = torch.zeros(SAMPLES)
+    for epoch in range(EPOCHS):
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
+        counts[order[: SECOND * BATCH]] += 1
+    return counts.tolist()
 
 
 class Kinds(Counting):
@@ -87,7 +109,7 @@ class Kinds(Counting):
     """
 
     def __init__(self, folder: Path, *, paced: bool = True) -> None:
-        super().__init__(folder, SAMPLES + SECOND, paced=paced)
+        super().__init__(folder, SIZE, paced=paced)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(torch.cat(list(found(batch))), batch_idx)
@@ -104,12 +126,15 @@ def found(batch: Any) -> Iterator[Tensor]:
             yield from found(part)
 
 
-def trainer_of(folder: Path, **settings: Any) -> pl.Trainer:
+def trainer_of(folder: Path, strategy: str = "unicron", **settings: Any) -> pl.Trainer:
+    from unicron_lightning import UnicronFSDPStrategy
+
+    shards = SHARDS if "UNICRON_AGENT" in os.environ else 1
     return pl.Trainer(
-        strategy="unicron",
+        strategy=UnicronFSDPStrategy(shard_size=shards) if strategy == "unicron_fsdp" else strategy,
         accelerator="cpu",
         devices=1,
-        num_nodes=DEVICES,
+        num_nodes=WORKERS[strategy],
         accumulate_grad_batches=ROUNDS,
         logger=False,
         enable_progress_bar=False,
@@ -123,9 +148,10 @@ def main() -> None:
     folder, kind = Path(sys.argv[1]), os.environ["DATA_KIND"]
     made = folder / "data"
     made.mkdir(exist_ok=True)
-    module = Kinds(folder)
-    trainer_of(folder).fit(module, data(kind, made))
-    module.note("result", counts=module.counted()[: len(expected(kind))])
+    module, trainer = Kinds(folder), trainer_of(folder, os.environ["DATA_STRATEGY"])
+    trainer.fit(module, data(kind, made))
+    shard = getattr(trainer.strategy, "fabric", None)
+    module.note("result", counts=module.counted(), shard=0 if shard is None else shard.own_shard)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,19 +101,26 @@ def grain_index(folder: Path, samples: int) -> Any:
 def litdata_chunks(folder: Path, samples: int) -> Any:
     """Write six chunks, once, and return a shuffled data set."""
     import litdata
-    from litdata.streaming.writer import BinaryWriter
 
     chunks = folder / "chunks"
-    if not chunks.exists():
-        writing = folder / f"writing-{os.getpid()}"
-        writer = BinaryWriter(str(writing), chunk_size=-(-samples // 6))
-        for number in range(samples):
-            writer.add_item(number, {"number": number})
-        writer.done()
-        writer.merge()
-        with contextlib.suppress(OSError):  # another worker was faster
-            writing.rename(chunks)
+    write_chunks(chunks, ({"number": number} for number in range(samples)), -(-samples // 6))
     return litdata.StreamingDataset(str(chunks), shuffle=True, seed=3)
+
+
+def write_chunks(chunks: Path, samples: Iterable[Any], size: int) -> None:
+    """Write a folder of litData's chunks of some samples each, unless another worker has done so."""
+    from litdata.streaming.writer import BinaryWriter
+
+    if chunks.exists():
+        return
+    writing = chunks.with_name(f"writing-{os.getpid()}")
+    writer = BinaryWriter(str(writing), chunk_size=size)
+    for number, sample in enumerate(samples):
+        writer.add_item(number, sample)
+    writer.done()
+    writer.merge()
+    with contextlib.suppress(OSError):  # another worker was faster
+        writing.rename(chunks)
 
 
 MAKERS: dict[str, tuple[str, Callable[..., Any]]] = {

@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -28,8 +29,10 @@ DEVICES, ROUNDS, BATCH, EPOCHS = 3, 2, 4, 2
 SAMPLES = 290
 """Streams of 97, 97 and 96 samples: 25, 25 and 24 batches, 13 steps."""
 PACE_SECONDS = 0.05
-INCOMPLETE_SECONDS = 3.0
-"""Additional time of a step in a smaller world, so that a replacement can join before the end."""
+INCOMPLETE_SECONDS = 30.0
+"""Most additional time of a step in a smaller world, so that a replacement can join before the end; a newer epoch ends
+it.
+"""
 
 
 class Numbers(IterableDataset[torch.Tensor]):
@@ -89,12 +92,18 @@ class Counting(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.note("step", step=self.global_step, last=self.trainer.is_last_batch)
-        if self.paced and self.trainer.world_size < DEVICES:
-            time.sleep(INCOMPLETE_SECONDS)
+        engine: Any = self.trainer.strategy.engine  # type: ignore[attr-defined]
+        deadline = time.monotonic() + INCOMPLETE_SECONDS
+        while self.paced and self.trainer.world_size < self.trainer.num_nodes and time.monotonic() < deadline:
+            if engine.control.newer_than(engine.world.epoch):
+                return
+            time.sleep(0.02)
 
     def counted(self) -> list[float]:
-        """Return how often each sample was used."""
-        return [round(-value, 4) for value in self.counts.weight.flatten().tolist()]
+        """Return how often each sample was used, of a sharded model those of this worker's shard."""
+        weight: Any = self.counts.weight
+        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        return [round(-value, 4) for value in own.flatten().tolist()]
 
     def note(self, what: str, **fields: Any) -> None:
         place = {"pid": os.getpid(), "rank": self.global_rank, "world": self.trainer.world_size}
@@ -102,7 +111,7 @@ class Counting(pl.LightningModule):
             file.write(json.dumps({"what": what, **place, **fields}) + "\n")
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=float(DEVICES * ROUNDS))
+        return torch.optim.SGD(self.parameters(), lr=float(self.trainer.num_nodes * ROUNDS))
 
 
 def main() -> None:

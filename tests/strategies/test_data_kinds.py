@@ -17,34 +17,45 @@ from torch.utils.data import DataLoader
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 
-KILLED_AT = (4, 17)
+KILLED_AT = {"unicron": (4, 17), "unicron_fsdp": (4, 11)}
 """Steps of the first and of the second epoch."""
+STREAMED = ("reopened", "stream", "hugging_face", "web_dataset", "grain")
+"""Data without an index."""
 
 
 def cases() -> list[Any]:
     kinds = [*data_worker.KINDS, *libraries.MAKERS]
-    return [kind if kind == "several" else pytest.param(kind, marks=pytest.mark.chaos) for kind in kinds]
+    found = [("unicron", kind) for kind in kinds]
+    found += [("unicron_fsdp", kind) for kind in kinds if kind not in STREAMED]
+    return [case if case[1] == "several" else pytest.param(*case, marks=pytest.mark.chaos) for case in found]
 
 
-@pytest.mark.parametrize("kind", cases())
-def test_every_sample_is_used_through_deaths(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("strategy", "kind"), cases())
+def test_every_sample_is_used_through_deaths(
+    strategy: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if kind in libraries.MAKERS:
         pytest.importorskip(libraries.MAKERS[kind][0])
         (tmp_path / "data").mkdir()
         data_worker.data(kind, tmp_path / "data")  # litData's writer would wait for other ranks
     monkeypatch.setenv("DATA_KIND", kind)
-    with Cluster(tmp_path, str(PROGRAMS / "data_worker.py"), f"1:{data_worker.DEVICES}") as cluster:
-        for _ in range(data_worker.DEVICES):
+    monkeypatch.setenv("DATA_STRATEGY", strategy)
+    workers, least = data_worker.WORKERS[strategy], 1 if strategy == "unicron" else data_worker.SHARDS
+    with Cluster(tmp_path, str(PROGRAMS / "data_worker.py"), f"{least}:{workers}") as cluster:
+        for _ in range(workers):
             cluster.add_node()
-        killed = {cluster.kill_first(step) for step in KILLED_AT}
-        assert cluster.finish() == [0] * data_worker.DEVICES
+        killed = {cluster.kill_first(step) for step in KILLED_AT[strategy]}
+        assert cluster.finish() == [0] * workers
         results, steps = cluster.notes("result"), cluster.notes("step")
-    found, wanted = torch.tensor([line["counts"] for line in results]), torch.tensor(data_worker.expected(kind))
-    lost, twice = (wanted - found).clamp(min=0).sum(), (found - wanted).clamp(min=0).sum()
-    print(f"\n| {kind} | kills {len(killed)} | lost {int(lost)} | twice {int(twice)} |")
-    assert len(found) == data_worker.DEVICES and (int(lost), int(twice)) == (0, 0)
-    assert len({line["pid"] for line in steps}) > data_worker.DEVICES, "a worker has joined"
-    assert len(killed) == len(KILLED_AT)
+    used = data_worker.expected(kind)
+    shards = torch.tensor(used + [0.0] * (data_worker.SIZE - len(used))).chunk(least)
+    pairs = [(torch.tensor(line["counts"]), shards[line["shard"]]) for line in results]
+    lost = max(int((wanted - found).clamp(min=0).sum()) for found, wanted in pairs)
+    twice = max(int((found - wanted).clamp(min=0).sum()) for found, wanted in pairs)
+    print(f"\n| {kind}, {strategy} | kills {len(killed)} | lost {lost} | twice {twice} |")
+    assert len(results) == workers and all(torch.equal(found, wanted) for found, wanted in pairs)
+    assert len({line["pid"] for line in steps}) > workers, "a worker has joined"
+    assert len(killed) == 2
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
@@ -87,10 +98,11 @@ def test_evaluations_take_litdata(tmp_path: Path) -> None:
     assert sorted(number for batch in predicted for number in batch["number"].tolist()) == list(range(50))
 
 
-def test_evaluations_take_sequences(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", data_worker.WORKERS)
+def test_evaluations_take_sequences(strategy: str, tmp_path: Path) -> None:
     numbers, module = torch.arange(50), Sums(tmp_path, paced=False)
     batches = data_worker.BatchesOf(numbers.split(4))
-    trainer = data_worker.trainer_of(tmp_path)
+    trainer = data_worker.trainer_of(tmp_path, strategy)
     assert trainer.validate(module, batches, verbose=False) == [{"sum": float(numbers.sum())}]
     assert trainer.validate_loop._combined_loader is not None and trainer.val_dataloaders is batches
     predicted: Any = trainer.predict(module, batches)

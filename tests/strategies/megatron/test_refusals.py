@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from unicron_lightning.data.sources import as_loader
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.replica.mirror import Redundancy
@@ -94,7 +95,11 @@ def test_loaders() -> None:
         check_megatron_loader(DataLoader(data, batch_size=2))
     with pytest.raises(ConfigError, match="has no batch_size"):
         check_megatron_loader(DataLoader(data, batch_size=None))
-    assert check_megatron_loader(DataLoader(data, batch_size=2, drop_last=True)) == 2
+    with pytest.raises(ConfigError, match="the training data, a list, has no batch_size"):
+        check_megatron_loader(as_loader([torch.zeros(2, 1)], 1))
+    assert check_megatron_loader(DataLoader(data, batch_size=2, drop_last=True), 2) == 2
+    with pytest.raises(ConfigError, match="batch_size=3 and with batch_size=2"):
+        check_megatron_loader(DataLoader(data, batch_size=2, drop_last=True), 3)
     with pytest.raises(ConfigError, match="validation DataLoader has no batch_size"):
         check_validation_loader(DataLoader(data, batch_size=None))
     check_validation_loader(DataLoader(data, batch_size=2))
