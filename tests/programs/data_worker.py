@@ -129,9 +129,8 @@ def found(batch: Any) -> Iterator[Tensor]:
 def trainer_of(folder: Path, strategy: str = "unicron", **settings: Any) -> pl.Trainer:
     from unicron_lightning import UnicronFSDPStrategy
 
-    shards = SHARDS if "UNICRON_AGENT" in os.environ else 1
     return pl.Trainer(
-        strategy=UnicronFSDPStrategy(shard_size=shards) if strategy == "unicron_fsdp" else strategy,
+        strategy=UnicronFSDPStrategy(shard_size=SHARDS) if strategy == "unicron_fsdp" else strategy,
         accelerator="cpu",
         devices=1,
         num_nodes=WORKERS[strategy],
