@@ -258,10 +258,8 @@ def main(make: type[Model] = Model) -> None:
     data = DataLoader(Text(settings["samples"]), batch_size=BATCH, shuffle=False)
     judged = DataLoader(Text(22), batch_size=3) if validate else None
     module = make(settings)
-    given: Any = ordered(data, workers) if alone else data
-    if settings["several"]:
-        given = {"text": given, "second": Batches(data.dataset[number] for number in range(SECOND))}
-    trainer.fit(module, given, judged, ckpt_path=settings["resume"])
+    given = ordered(data, workers) if alone else data
+    trainer.fit(module, both(given) if settings["several"] else given, judged, ckpt_path=settings["resume"])
     if settings["tests"]:
         trainer.test(module, judged, verbose=False)
 
@@ -298,6 +296,11 @@ def ordered(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
     order = DataOrder(loader, StepShape(devices=workers, accumulation=1), 5, shuffle=True)
     batches = [order.indices(0, step, m) for step in range(order.num_steps()) for m in order.micro_batches(step)]
     return DataLoader(loader.dataset, batch_sampler=batches)
+
+
+def both(loader: DataLoader[Any]) -> dict[str, Any]:
+    """A loader, and a shorter one of batches."""
+    return {"text": loader, "second": Batches(loader.dataset[number] for number in range(SECOND))}
 
 
 if __name__ == "__main__":

@@ -50,9 +50,7 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = ddp.no_sync if ddp_config.overlap_grad_reduce else None
-    data: Any = toy.Text(options.length, limit=SAMPLES)
-    if settings.get("chunks"):
-        data = Subset(data, list(ChunkOrder(chunks(), settings["dp"], None)))
+    data = _samples(settings, options.length)
     norms = []
     tensor = parallel_state.get_tensor_model_parallel_rank()
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -67,9 +65,7 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
         optimizer.zero_grad()
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=_batches(
-                data, step, settings["accumulation"], settings["dp"], settings.get("several", False)
-            ),
+            data_iterator=_batches(data, step, settings),
             model=[ddp],
             num_microbatches=settings["accumulation"],
             seq_length=options.length,
@@ -118,23 +114,21 @@ def validation(ddp: Any, module: Any, options: toy.Toy, path: Path) -> None:
         path.write_text(str(sum(losses) / len(data)))
 
 
-def chunks() -> list[range]:
-    """The samples of the chunks of litData that a test writes."""
-    return [range(first, min(first + CHUNK, SAMPLES)) for first in range(0, SAMPLES, CHUNK)]
+def _samples(settings: dict[str, Any], length: int) -> Any:
+    """The training samples; those of litData's chunks in the order of its declared devices."""
+    text = toy.Text(length, limit=SAMPLES)
+    if not settings.get("chunks"):
+        return text
+    chunks = [range(first, min(first + CHUNK, SAMPLES)) for first in range(0, SAMPLES, CHUNK)]
+    return Subset(text, list(ChunkOrder(chunks, settings["dp"], None)))
 
 
-def _batches(
-    data: Any, step: int, share: int, replicas: int, several: bool
-) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+def _batches(data: Any, step: int, settings: dict[str, Any]) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
     """The micro-batches of this replica: every ``replicas``-th, with samples distributed as by `DistributedSampler`.
 
-    Args:
-        data: of training.
-        step: number of the step.
-        share: micro-batches of each replica in a step.
-        replicas: number of replicas.
-        several: whether the second half of each micro-batch is from the first `SECOND` samples, again and again.
+    With ``several`` the second half of each is from the first `SECOND` samples, again and again.
     """
+    share, replicas, several = settings["accumulation"], settings["dp"], settings.get("several", False)
     own = parallel_state.get_data_parallel_rank()
     for number in range(share):
         samples = _round(step * share + number, own, replicas)

@@ -243,6 +243,18 @@ def savers(folder: Path, settings: dict[str, Any]) -> list[pl.Callback]:
     return saves
 
 
+def data_of(settings: dict[str, Any], length: int) -> Any:
+    """The training data."""
+    data: Any = DataLoader(toy.Text(length, limit=4096), batch_size=MICRO_BATCH, drop_last=True)
+    if settings["chunks"]:
+        import litdata
+
+        data = DataLoader(litdata.StreamingDataset(settings["chunks"]), batch_size=MICRO_BATCH)
+    if settings["several"]:
+        data = {"first": data, "second": DataLoader(toy.Text(length, limit=SECOND), batch_size=MICRO_BATCH)}
+    return data
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     settings = {**SETTINGS, **json.loads((folder / "settings.json").read_text())}
@@ -283,16 +295,9 @@ def main() -> None:
         check_val_every_n_epoch=None if validate else 1,
         callbacks=[Watch(folder, settings, note), *saves],
     )
-    data: Any = DataLoader(toy.Text(options.length, limit=4096), batch_size=MICRO_BATCH, drop_last=True)
-    if settings["chunks"]:
-        import litdata
-
-        data = DataLoader(litdata.StreamingDataset(settings["chunks"]), batch_size=MICRO_BATCH)
-    if settings["several"]:
-        data = {"first": data, "second": DataLoader(toy.Text(options.length, limit=SECOND), batch_size=MICRO_BATCH)}
     judged = toy.Text(options.length, limit=VALIDATION["samples"])
     loader = DataLoader(judged, batch_size=VALIDATION["batch"]) if settings["validate"] else None
-    trainer.fit(Model(settings, faults), data, loader, ckpt_path=settings["resume"])
+    trainer.fit(Model(settings, faults), data_of(settings, options.length), loader, ckpt_path=settings["resume"])
 
 
 if __name__ == "__main__":
