@@ -1,11 +1,18 @@
 """Compares ``unicron`` with Lightning's own strategies over a table of scenarios (``tests/conformance``).
 
-    python benchmarks/scenarios.py [--list] [--show] [SCENARIO...]
+    python benchmarks/scenarios.py [--list] [--pairs [--without-errors]] [SCENARIO...]
 
 Each scenario is a short script. It runs in this process under Lightning's strategy for one device (or ddp with one
 process) and under ``unicron``, and all that was observed is compared: hooks with counters and stages, parameters,
 metrics, states, files, warnings, messages, errors. The scenarios were written for this project from Lightning's
-documented behaviour; they are not Lightning's own tests. The exit status is 1 if a scenario differs that
+documented behaviour; they are not Lightning's own tests.
+
+With ``--pairs``, each runs in two processes, under ddp and under ``unicron`` with two nodes, and the records of both
+ranks are compared. There are as many samples for each rank as in one process, and values are logged with
+``sync_dist=True``. A worker whose run is ended by an error has left its task, so that each such scenario needs new
+processes; ``--without-errors`` leaves them out.
+
+The exit status is 1 if a scenario differs that
 ``tests/conformance/documented.py`` does not name, if one differs at another place than is named there, or if one that
 is named there does not differ.
 """
@@ -15,36 +22,64 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from conformance.documented import MOST, NAMED
+from conformance.documented import MOST, NAMED, PAIRED
+from conformance.pair import BROKEN_OFF
+from conformance.pairs import run_pairs
 from conformance.running import differences, run
 from conformance.table import Scenario, scenarios
 
 SHOWN = 4
 """Places of a record that are printed."""
+Found = tuple[str, Any, Any]
+"""A place of a record, and the values of ``unicron`` and of the reference."""
 
 
-def judge(name: str, scenario: Scenario) -> list[str]:
-    """Run a scenario twice; return what is wrong, in lines."""
-    found = list(differences(run(scenario, "unicron"), run(scenario, scenario.reference)))
-    named = NAMED.get(name)
-    if named is not None and not found:
+def judge(name: str, found: list[Found], *, pairs: bool = False) -> list[str]:
+    """Return what is wrong with a scenario's differences, in lines."""
+    known = [table[name] for table in ((NAMED, PAIRED) if pairs else (NAMED,)) if name in table]
+    if name in (PAIRED if pairs else NAMED) and not found:
         return ["   does not differ, but documented.py names it"]
-    unexplained = [each for each in found if named is None or not named.explains(each[0])]
+    unexplained = [each for each in found if not any(named.explains(each[0]) for named in known)]
     return [
         f"   {place}:\n      unicron   {str(mine)[:200]}\n      reference {str(theirs)[:200]}"
         for place, mine, theirs in unexplained[:SHOWN]
     ]
 
 
+def compared(chosen: dict[str, Scenario]) -> Iterator[tuple[str, list[Found]]]:
+    """Run scenarios in this process; yield the differences."""
+    for name, scenario in chosen.items():
+        yield name, list(differences(run(scenario, "unicron"), run(scenario, scenario.reference)))
+
+
+def compared_in_pairs(chosen: dict[str, Scenario], *, errors: bool) -> Iterator[tuple[str, list[Found]]]:
+    """Run scenarios in pairs of processes; yield the differences of both ranks."""
+    out = Path(tempfile.mkdtemp(prefix="pairs-")).resolve()
+    theirs = run_pairs("ddp", list(chosen), out / "ddp")
+    broken = {name for name, each in theirs.items() if any(record is None or record[BROKEN_OFF] for record in each)}
+    names = [name for name in chosen if errors or name not in broken]
+    mine = run_pairs("unicron", sorted(names, key=broken.__contains__), out / "unicron")
+    for name in names:
+        ranks = [differences(*pair) for pair in zip(mine[name], theirs[name], strict=True)]
+        yield name, [(f"{place}, rank {rank}", a, b) for rank, found in enumerate(ranks) for place, a, b in found]
+    shutil.rmtree(out)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the names, and run nothing")
+    parser.add_argument("--pairs", action="store_true", help="in two processes, instead of one")
+    parser.add_argument("--without-errors", action="store_true", help="without scenarios that end a run by an error")
     parser.add_argument("names", nargs="*", help="beginnings of names; default: all")
     options = parser.parse_args()
     chosen = {
@@ -53,18 +88,23 @@ def main() -> int:
     if options.list:
         print("\n".join(chosen))
         return 0
-    assert len(NAMED) <= MOST and NAMED.keys() <= scenarios().keys(), NAMED.keys() - scenarios().keys()
+    assert len(NAMED) <= MOST and (NAMED | PAIRED).keys() <= scenarios().keys()
     logging.getLogger("lightning").setLevel(logging.INFO)
     absent = {name for name, each in chosen.items() if each.needs and importlib.util.find_spec(each.needs) is None}
-    begun, wrong = time.monotonic(), 0
-    for name in [each for each in chosen if each not in absent]:
-        if lines := judge(name, chosen[name]):
+    begun = time.monotonic()
+    present = {name: each for name, each in chosen.items() if name not in absent}
+    judged = named = wrong = 0
+    for name, found in (
+        compared_in_pairs(present, errors=not options.without_errors) if options.pairs else compared(present)
+    ):
+        judged += 1
+        named += bool(found)
+        if lines := judge(name, found, pairs=options.pairs):
             wrong += 1
+            named -= bool(found)
             print("\n".join([f"== {name}", *lines]), flush=True)
-    seconds = time.monotonic() - begun
-    named = len(NAMED.keys() & chosen.keys() - absent)
     print(
-        f"{len(chosen) - len(absent)} scenarios in {seconds:.0f} s: {len(chosen) - len(absent) - named - wrong} equal, "
+        f"{judged} scenarios in {time.monotonic() - begun:.0f} s: {judged - named - wrong} equal, "
         f"{named} differ as documented.py names them, {wrong} unexplained; {len(absent)} left out, which need "
         f"{sorted({str(chosen[name].needs) for name in absent})}"
     )

@@ -177,8 +177,10 @@ class RecordingResults(_ResultCollection):
         """As upstream, without the advice to reduce over the ranks: what steps log is reduced already."""
         if not on_step and result_metric.meta.on_epoch and result_metric._computed is None:
             should = result_metric.meta.sync.should
-            result_metric.compute()
+            computed = result_metric.compute()
             result_metric.meta.sync.should = should
+            if result_metric.is_tensor:  # a mean is divided by batch sizes that `_synchronise` has made double
+                result_metric._computed = computed.to(result_metric.value.dtype)  # type: ignore[assignment]
         return _ResultCollection._get_cache(result_metric, on_step)
 
     @override

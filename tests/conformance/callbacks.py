@@ -84,6 +84,7 @@ def weight_averaging(lab: Lab, made: Any) -> None:
     callback = ModelCheckpoint(lab.folder / "c", save_top_k=-1)
     trainer = lab.trainer(made(), callback, enable_checkpointing=True)
     trainer.fit(Deep())
+    lab.meet()
     files = sorted(Path(lab.folder / "c").glob("*.ckpt"))
     lab.see(states=[torch.load(path, weights_only=False)["state_dict"] for path in files])
 

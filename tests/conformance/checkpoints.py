@@ -70,6 +70,7 @@ def model_checkpoint(lab: Lab, train_time_interval: str | None = None, **options
     lab.trainer(callback, enable_checkpointing=True, max_epochs=4, val_check_interval=0.5).fit(Net())
     lab.see(best=callback.best_model_path, score=callback.best_model_score, last=callback.last_model_path)
     lab.see(state=dict(callback.state_dict().items()), kth=callback.kth_best_model_path)
+    lab.meet()
     files = sorted((lab.folder / "c").rglob("*.ckpt"))
     steps = {path.name: torch.load(path, weights_only=False)["global_step"] for path in files}
     lab.see(steps=steps, links=[path.name for path in files if path.is_symlink()])

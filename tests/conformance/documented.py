@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 MOST: Final = 40
+MOST_PAIRED: Final = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,3 +74,52 @@ NAMED: Final[dict[str, Named]] = {
     ),
     **{f"tools.scale_batch_size[{name}]": _BATCH_SIZE for name in ("power", "binary", "wrong")},
 }
+
+_SAMPLES: Final = Named(row="the end of the data")
+_OUTPUTS: Final = Named(row="`outputs` in `on_train_batch_end`", places="outputs")
+_STATE: Final = Named(
+    row="`on_save_checkpoint`", places=r"data_calls|calls|counts\.\[LightningModule\]Net\.on_save_checkpoint"
+)
+_UNFROZEN: Final = Named(row="parameters that are unfrozen during training")
+_RATE_FINDER: Final = Named(row="`LearningRateFinder`")
+_LOST_SIZE: Final = Named(row="a `BatchSampler` in the `DataLoader`")
+
+PAIRED: Final[dict[str, Named]] = {
+    "loops.returned[loss]": _OUTPUTS,
+    "loops.returned[dict]": _OUTPUTS,
+    "logged.in_validation_step[rank_zero]": Named(
+        row="`self.log(rank_zero_only=True)` in a step", places=r"rows|alone|trainer\d\.metrics|warnings"
+    ),
+    **{
+        f"logged.metric_objects[{name}]": Named(
+            row="torchmetrics objects in `training_step`", places=r"rows|trainer0\.metrics"
+        )
+        for name in ("mean", "both", "step", "reduction", "attribute")
+    },
+    "logged.callback_metrics_during_the_run": Named(row="hooks of a sanity check", places="validation0_0"),
+    "data.training_loader[sampler]": _SAMPLES,
+    "data.validation_loader[sampler]": _SAMPLES,
+    "data.training_loader[batch_sampler]": _LOST_SIZE,
+    "data.validation_loader[batch_sampler]": _LOST_SIZE,
+    **{f"runs.hooks[{name}]": _STATE for name in ("fit", "without_validation", "clipped", "by_interval")},
+    "runs.hooks_of_a_resumed_run": _STATE,
+    "data.data_module[fit]": _STATE,
+    "data.data_module_in_turn": _STATE,
+    "data.data_module_as_loader": _STATE,
+    "data.transfer_hooks_of_data_module[fit]": _STATE,
+    **{f"tools.profiler[{name}]": _STATE for name in ("simple", "file", "simple_text")},
+    "callbacks.stochastic_weight_averaging[norms]": Named(
+        row="BatchNorm's running statistics", places=r"trainer0\.(metrics|parameters)"
+    ),
+    **{f"callbacks.finetuning[{name}]": _UNFROZEN for name in ("first", "second", "norms")},
+    "callbacks.finetuning_resumed": _UNFROZEN,
+    **{
+        f"callbacks.backbone_finetuning[{name}]": _UNFROZEN
+        for name in ("plain", "ratio", "rate", "unaligned", "verbose", "norms")
+    },
+    **{f"callbacks.rate_finder[{name}]": _RATE_FINDER for name in ("exponential", "linear", "kept", "early", "few")},
+    **{f"tools.lr_find[{name}]": _RATE_FINDER for name in ("plain", "linear", "few", "range", "attribute")},
+    **{f"data.demo_modules[{name}]": Named(row="random numbers of hooks") for name in ("boring", "manual")},
+    "callbacks.state_of_a_callback_that_is_not_plain": Named(row="callbacks' and schedulers' state"),
+}
+"""Scenarios that differ in two processes; those of `NAMED` may differ there, too."""

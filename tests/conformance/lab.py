@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerStatus
 
 UNSEEN = {"on_save_checkpoint", "state_dict", "load_state_dict", "setup_environment"}
 """Hooks that the trace of a trainer leaves out: they have scenarios of their own."""
@@ -25,13 +26,15 @@ QUIET = {
     "enable_model_summary": False,
 }
 OF_PLACE = re.compile(
-    "GPU available|TPU available|litlogger|distributed_backend|Initializing distributed|Profiler Report"
+    "GPU available|TPU available|litlogger|distributed_backend|Initializing distributed|Profiler Report|Seed set to"
 )
 """Messages about the machine and the start of processes."""
 ONCE = re.compile(
-    "FutureWarning|sync_dist=True|Profiler clears events|JsonargparseDeprecation|DeprecationWarning|no accelerator"
+    "FutureWarning|sync_dist=True|Profiler clears events|JsonargparseDeprecation|DeprecationWarning|no accelerator|"
+    "Using `DistributedSampler` with"
 )
-"""Warnings that a library gives once in a process, or that are about the machine, or advice about `sync_dist`."""
+"""Warnings that a library gives once in a process, or that are about the machine, or advice about `sync_dist` or the
+samples that ddp repeats."""
 TIMES = re.compile("time|per_sec|epoch_duration")
 """Names of values that no two runs have in common."""
 Record = dict[str, Any]
@@ -65,23 +68,27 @@ class Lab:
     Args:
         strategy: of its trainers.
         folder: for its files; empty.
-        devices: of its trainers.
+        nodes: number of nodes with one device each.
+        meet: waits until the world's other processes have called it as often.
 
     Attributes:
         record: what was seen, by name.
     """
 
-    def __init__(self, strategy: str, folder: Path, devices: int = 1) -> None:
+    def __init__(self, strategy: str, folder: Path, nodes: int = 1, meet: Callable[[], None] = lambda: None) -> None:
         self.strategy = strategy
         self.folder = folder
-        self.devices = devices
+        self.nodes = nodes
+        self.meet = meet
         self.record: Record = {}
         self._trainers: list[tuple[pl.Trainer, Trace]] = []
 
     def trainer(self, *callbacks: Callback, trace: bool = True, **settings: Any) -> pl.Trainer:
         """Return a quiet trainer with these callbacks and settings, that is traced."""
-        given = {"strategy": self.strategy, "accelerator": "cpu", "devices": self.devices}
+        given = {"strategy": self.strategy, "accelerator": "cpu", "devices": 1, "num_nodes": self.nodes}
         given |= {"default_root_dir": self.folder, **QUIET}
+        if self.nodes > 1:
+            given["use_distributed_sampler"] = True
         traced = Trace()
         used = [*callbacks, traced] if trace else [*callbacks]
         made = pl.Trainer(callbacks=used or None, **given | settings)
@@ -107,6 +114,15 @@ class Lab:
         """Return class, bases and message of an error."""
         bases = [each.__name__ for each in type(error).__mro__[1:]]
         return {"class": type(error).__name__, "bases": bases, "message": self.text(str(error))}
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether an error has ended a run of a trainer after its start."""
+        return any(
+            trainer.state.status == TrainerStatus.INTERRUPTED
+            and getattr(trainer.strategy, "_session", self) is not None
+            for trainer, _ in self._trainers
+        )
 
     def end(self) -> None:
         """Record the state of all trainers."""

@@ -150,6 +150,21 @@ def in_hook(lab: Lab, hook: str) -> None:
     lab.see(rows=memory.rows)
 
 
+@scenario()
+def synced_in_hooks(lab: Lab) -> None:
+    class Logging(Net):
+        def on_train_start(self) -> None:
+            self.log("start", 2.0, sync_dist=True)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("end", torch.tensor(3.0), sync_dist=True, batch_size=5)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("most", 4, sync_dist=True, reduce_fx="max")
+
+    lab.trainer().fit(Logging())
+
+
 @scenario(
     **{name: {"hook": name} for name in HOOKS if name.startswith(("on_train", "on_val", "on_before", "on_after"))}
 )

@@ -29,6 +29,7 @@ def csv_file(lab: Lab, of: str, flush: int = 100, **settings: Any) -> None:
             self.save_hyperparameters()
 
     lab.trainer(logger=logger, **{"log_every_n_steps": 2} | settings).fit(Kept())
+    lab.meet()
     lab.see(
         rows=rows(Path(logger.log_dir) / "metrics.csv"), hparams=(Path(logger.log_dir) / "hparams.yaml").read_text()
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,14 +11,20 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
+def processes() -> int:
+    """Number of processes of the world."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def dataset(number: int = 12, start: int = 1) -> TensorDataset:
-    """Samples whose target is a sum."""
+    """Samples whose target is a sum; ``number`` for each process."""
+    number *= processes()
     x = torch.randn(number, 3, generator=torch.Generator().manual_seed(start))
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
 def loader(number: int = 12, **settings: Any) -> DataLoader[Any]:
-    """Six batches of two, in order."""
+    """Six batches of two for each process, in order."""
     return DataLoader(dataset(number), **{"batch_size": 2} | settings)
 
 
@@ -41,6 +48,12 @@ class Net(pl.LightningModule):
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
         return (self(x) - y).square().mean()
+
+    def log(self, *args: Any, **options: Any) -> None:
+        """Log; in a world of several processes the mean over all, as ``unicron`` always does."""
+        if processes() > 1 and len(args) == 2:
+            options["sync_dist"] = True
+        super().log(*args, **options)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)

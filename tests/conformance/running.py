@@ -29,12 +29,23 @@ TOLERANCE = 1e-6
 """Relative difference of two numbers that counts as none."""
 
 
-def run(scenario: Scenario, strategy: str, devices: int = 1) -> Record:
-    """Run a scenario once; return its record, to which an error that it raises belongs."""
+def run(scenario: Scenario, strategy: str) -> Record:
+    """Run a scenario once in this process; return its record, to which an error that it raises belongs."""
     folder = Path(tempfile.mkdtemp(prefix="conf-"))
-    lab = Lab(strategy, folder, devices)
+    lab = Lab(strategy, folder)
+    try:
+        record_of(scenario, lab)
+    finally:
+        if strategy == "ddp" and dist.is_initialized():
+            dist.destroy_process_group()
+        shutil.rmtree(folder, ignore_errors=True)
+    return lab.record
+
+
+def record_of(scenario: Scenario, lab: Lab) -> None:
+    """Run a scenario in a lab, and put back what it has changed in the process."""
     before, environment = Path.cwd(), dict(os.environ)
-    os.chdir(folder)
+    os.chdir(lab.folder)
     seed_everything(7, verbose=False)
     for cache in _warning_caches():
         cache.clear()
@@ -45,16 +56,13 @@ def run(scenario: Scenario, strategy: str, devices: int = 1) -> Record:
                 scenario.run(lab)
             except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 (the record is compared)
                 lab.record["error"] = lab.error(error)
+        lab.meet()
         lab.end()
     finally:
-        if strategy == "ddp" and dist.is_initialized():
-            dist.destroy_process_group()
         os.chdir(before)
         os.environ.clear()
         os.environ.update(environment)
-        shutil.rmtree(folder, ignore_errors=True)
         torch.set_grad_enabled(True)
-    return lab.record
 
 
 def _warning_caches() -> Iterator[WarningCache]:

@@ -77,7 +77,7 @@ VARIABLES = {
 def variables(lab: Lab, given: dict[str, str]) -> None:
     os.environ.update(given)
     used = {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(strategy=lab.strategy, accelerator="cpu", devices=1, max_steps=8, **used)
+    trainer = pl.Trainer(strategy=lab.strategy, accelerator="cpu", devices=1, num_nodes=lab.nodes, max_steps=8, **used)
     trainer.fit(Net())
     lab.see(steps=[trainer.global_step, trainer.current_epoch])
 

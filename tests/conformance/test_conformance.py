@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conformance.documented import MOST, NAMED
+from conformance.documented import MOST, MOST_PAIRED, NAMED, PAIRED
+from conformance.pairs import run_pairs
 from conformance.running import differences, run
 from conformance.table import scenarios
 
@@ -15,6 +16,7 @@ SHORT = (
     "checkpoints.model_checkpoint[best_two_last]",
     "logged.in_training_step[both]",
     "logged.value_in_validation[float]",
+    "logged.synced_in_hooks",
     "optimizing.configure_optimizers[plateau]",
     "optimizing.manual[toggled]",
     "data.transfer_hooks[fit]",
@@ -36,14 +38,28 @@ def test_scenarios(name: str) -> None:
 
 def test_named_scenarios_have_a_row() -> None:
     rows = DIFFERENCES.read_text()
-    assert len(NAMED) <= MOST
-    assert NAMED.keys() <= scenarios().keys()
-    assert [each.row for each in NAMED.values() if f"| {each.row}" not in rows] == []
+    assert len(NAMED) <= MOST and len(PAIRED) <= MOST_PAIRED
+    assert (NAMED | PAIRED).keys() <= scenarios().keys()
+    assert [each.row for each in [*NAMED.values(), *PAIRED.values()] if f"| {each.row}" not in rows] == []
 
 
 def test_the_number_of_scenarios_in_the_document() -> None:
     assert f"{len(scenarios())} scenarios" in DIFFERENCES.read_text()
     assert f"{len(NAMED)} of them differ" in DIFFERENCES.read_text()
+    assert f"{len(PAIRED)} scenarios differ in two processes only" in DIFFERENCES.read_text()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_scenarios_in_two_processes(tmp_path: Path) -> None:
+    names = [name for name in SHORT if name not in NAMED] + ["loops.returned[loss]"]
+    mine, theirs = (run_pairs(strategy, names, tmp_path / strategy) for strategy in ("unicron", "ddp"))
+    for name in names:
+        for pair in zip(mine[name], theirs[name], strict=True):
+            found = list(differences(*pair))
+            named = PAIRED.get(name)
+            assert [each for each in found if named is None or not named.explains(each[0])] == []
+            assert bool(found) == (named is not None)
 
 
 def test_what_differs() -> None:

@@ -95,7 +95,13 @@ def commands(lab: Lab, line: list[str], **options: Any) -> Any:
     """Run `LightningCLI` with a command line."""
     from lightning.pytorch.cli import LightningCLI
 
-    given: dict[str, Any] = {"strategy": lab.strategy, "accelerator": "cpu", "devices": 1, **QUIET, "max_epochs": 1}
+    given: dict[str, Any] = {
+        "strategy": lab.strategy,
+        "accelerator": "cpu",
+        "devices": lab.devices,
+        **QUIET,
+        "max_epochs": 1,
+    }
     sys.argv = ["script.py", *line]
     return LightningCLI(options.pop("model", Commanded), trainer_defaults=given, **options)
 

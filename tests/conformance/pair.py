@@ -1,0 +1,90 @@
+"""One of two processes that run scenarios together: under torchrun, ``pair.py FOLDER PAIR``.
+
+``plan-PAIR.json`` in the folder, for which the process waits, has the strategy and the names of scenarios, by number. A
+process writes the record of each as ``NUMBER.RANK.json``. It ends after the last scenario; and, with ``unicron``, after
+one in which an error has ended a run, as the coordinator then removes the worker from its task.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from conformance.lab import Lab
+from conformance.running import record_of
+from conformance.table import Scenario, scenarios
+
+WAIT_SECONDS: Final = 15.0
+"""Most that a process waits for the others: in a collective of ddp, and after a scenario."""
+WORLD: Final = 2
+DDP: Final = "ddp_find_unused_parameters_true"
+"""Of ddp's trainers; without it, modules with several optimizers are refused."""
+BROKEN_OFF: Final = "broken_off"
+"""Entry of a record: whether an error has ended a run of a trainer."""
+
+
+def meeting(folder: Path, number: str, rank: int) -> Callable[[], None]:
+    """Return a function that waits until both processes have called it as often."""
+    times = itertools.count()
+
+    def meet() -> None:
+        name = f"{number}.met{next(times)}"
+        (folder / f"{name}.{rank}").touch()
+        limit = time.monotonic() + WAIT_SECONDS
+        while not all((folder / f"{name}.{each}").exists() for each in range(WORLD)):
+            if time.monotonic() > limit:
+                sys.exit(f"no process has come to {name} in {WAIT_SECONDS} s")
+            time.sleep(0.002)
+
+    return meet
+
+
+def run_one(number: str, scenario: Scenario, strategy: str, out: Path) -> bool:
+    """Run a scenario, and write its record; return whether a run was broken off in any process."""
+    rank = int(os.environ["RANK"])
+    meet, folder = meeting(out, number, rank), out / f"{number}.files"
+    folder.mkdir(exist_ok=True)
+    lab = Lab(DDP if strategy == "ddp" else strategy, folder, WORLD, meet)
+    if strategy == "ddp":
+        store, seconds = f"file://{out}/{number}.store", timedelta(seconds=WAIT_SECONDS)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=seconds)
+    record_of(scenario, lab)
+    lab.record[BROKEN_OFF] = lab.broken_off
+    (out / f"{number}.{rank}.part").write_text(json.dumps(lab.record))
+    (out / f"{number}.{rank}.part").rename(out / f"{number}.{rank}.json")
+    meet()
+    if strategy == "ddp":
+        dist.destroy_process_group()
+    return any(json.loads((out / f"{number}.{each}.json").read_text())[BROKEN_OFF] for each in range(WORLD))
+
+
+def main() -> None:
+    out, pair = Path(sys.argv[1]), sys.argv[2]
+    logging.getLogger("lightning").setLevel(logging.INFO)
+    table = scenarios()
+    while not (out / f"plan-{pair}.json").exists():
+        time.sleep(0.02)
+    plan = json.loads((out / f"plan-{pair}.json").read_text())
+    try:
+        for number, name in plan["names"].items():
+            if run_one(number, table[name], plan["strategy"], out) and plan["strategy"] != "ddp":
+                break
+    finally:
+        (out / f"over-{pair}.{os.environ['RANK']}").touch()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # Each process is a node of its own: under ddp, which has one agent, too.
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=os.environ["RANK"])
+    main()
