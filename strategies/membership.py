@@ -52,10 +52,14 @@ class Membership:
     def join(self, trainer: pl.Trainer) -> None:
         """Join the task; work that needs no state is done before the members have to wait for this worker."""
         strategy, session = self._strategy, self._strategy.session
-        trainer.num_sanity_val_steps = 0
+        sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
         self._begin_late(trainer)
         trainer.fit_loop.setup_data()
         join_state.warm_up()
+        if strategy.parallelism.whole and session.is_past():  # the task has begun another one meanwhile
+            trainer.num_sanity_val_steps = sanity_steps
+            self.skip(trainer)
+            return
         self._checked = True  # by the members, when they began
         self.joins = True
         session.wait_admission()

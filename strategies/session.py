@@ -14,7 +14,7 @@ import torch
 
 from unicron_lightning import environ, wire
 from unicron_lightning.copying import OfProcess
-from unicron_lightning.errors import ConfigError
+from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.stacks import StackFile
 from unicron_lightning.strategies.collectives import default_group
 from unicron_lightning.worker.communication.backends import DataPlane
@@ -40,6 +40,10 @@ _FIT = "fit"
 """Record of the task's present fit."""
 _DESTROYED_SECONDS = 20.0
 """Seconds that the end of the process waits for NCCL groups in their aborts and destructors, for the same reason."""
+
+
+class FitPassed(UnicronError):
+    """This worker's script is in another ``fit`` than its task; no `ConfigError`, which would end the task."""
 
 
 class Session(OfProcess):
@@ -164,10 +168,10 @@ class Session(OfProcess):
         """Refuse a state that belongs to another ``fit`` of the script.
 
         Raises:
-            ConfigError: quoting both.
+            FitPassed: quoting both.
         """
         if donors != self.fits:
-            raise ConfigError(
+            raise FitPassed(
                 f"this worker is in its script's fit number {self.fits}, but the task has begun number {donors}: the "
                 "worker joins there when it is started again (with unicron; models that are spread over workers are "
                 "joined in the first fit only)"

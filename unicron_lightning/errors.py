@@ -14,6 +14,7 @@
     ├── RendezvousFailed (agent.handler)    reports to torchrun that this agent cannot take part
     ├── NotPlainData (worker.codec)         state to be sent contains something other than plain data
     ├── OutOfDescriptors (worker.sockets)   the process may open no more files
+    ├── FitPassed (strategies.session)      a worker's script and its task are in different fits
     ├── ProgramsDiffer (worker.engine)      the members' scripts have taken different paths
     ├── WorkersDiffer (worker.agreement)    this worker trains something else than the others
     ├── ParametersDiffer (worker.agreement) this worker's parameters differ from those of most others

@@ -75,7 +75,7 @@ class StateDivision:
         """Check the state of this worker's shard before it is restored.
 
         Raises:
-            ConfigError: it belongs to another ``fit`` of the script.
+            FitPassed: it belongs to another ``fit`` of the script.
             LookupError: it is none.
         """
         self.strategy.session.check_fit(state["fit"])

@@ -15,8 +15,9 @@ import lightning.pytorch as pl
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.errors import ConfigError, UnicronError
+from unicron_lightning.errors import UnicronError
 from unicron_lightning.shared_memory import verified
+from unicron_lightning.strategies.session import FitPassed
 from unicron_lightning.worker.operations import Agreement, unpack_parts
 from unicron_lightning.worker.staging import Staging
 
@@ -143,7 +144,7 @@ class StateMemory:
         try:
             state = division.joined(parts)
             division.check(state)
-        except (ValueError, LookupError, ConfigError) as error:
+        except (ValueError, LookupError, FitPassed) as error:
             self._reject(offer, str(error))
             return None
         return state

@@ -1,12 +1,13 @@
 """A training on one kind of data that counts how often each sample is used, under torchrun agents.
 
 ``data_worker.py FOLDER`` with ``$DATA_KIND``: one of `KINDS`, or of `libraries.MAKERS`; and ``$DATA_STRATEGY``: one of
-`WORKERS`.
+`WORKERS`. With ``$DATA_DEATHS`` the workers of `DEATHS` kill themselves.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,9 @@ SHARDS = 2
 SECOND = 60
 """Samples of the second loader; their numbers follow those of the first."""
 SIZE = SAMPLES + SECOND
+
+DEATHS = {("end", 0): 0, ("start", 1): 1}
+"""Ranks that die in the hooks at the end of the first epoch and at the start of the second."""
 
 
 class Reopenable:
@@ -113,6 +117,20 @@ class Kinds(Counting):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(torch.cat(list(found(batch))), batch_idx)
+
+    def on_train_epoch_start(self) -> None:
+        self._die("start")
+
+    def on_train_epoch_end(self) -> None:
+        self._die("end")
+
+    def _die(self, hook: str) -> None:
+        mark = self.folder / f"died-at-{hook}"
+        if not os.environ.get("DATA_DEATHS") or mark.exists():
+            return
+        if DEATHS.get((hook, self.current_epoch)) == self.global_rank:
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def found(batch: Any) -> Iterator[Tensor]:

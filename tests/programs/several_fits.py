@@ -45,17 +45,37 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.rate, eps=1e-3)
 
 
+ADMISSION_SECONDS = 3.0
+"""Time that a joiner of two small fits needs from its set-up to its readiness."""
+
+
 class Killing(pl.Callback):
     """Kills a rank at a step of a fit; the other one waits for its successor.
 
     Args:
         folder: of the mark that a worker has been killed.
-        at: number of the fit, step and rank; None: no kill.
+        at: number of the fit, step and rank; None: no kill. After the fit's last step: at its end, where the other one
+            stays until the successor waits for its admission.
     """
 
     def __init__(self, folder: Path, at: Any) -> None:
         self._mark, self._at, self.fit = folder / "killed", at, 0
         self.replaces = self._mark.exists()
+        self._arrived = folder / "arrived"
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        if self.replaces:
+            self._arrived.touch()
+
+    def on_fit_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self._at is None or self._at[:2] != [self.fit, trainer.global_step] or self.replaces:
+            return
+        if trainer.global_rank == self._at[2]:
+            self._mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not self._arrived.exists():
+            time.sleep(0.05)
+        time.sleep(ADMISSION_SECONDS)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if self._mark.exists():

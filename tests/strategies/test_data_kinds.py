@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from agent.torchrun import Cluster
+from agent.torchrun import START_SECONDS, Cluster
 from programs import data_worker, libraries
 from programs.launching import PROGRAMS
 from torch.utils.data import DataLoader
@@ -57,6 +57,23 @@ def test_every_sample_is_used_through_deaths(
     assert len(results) == workers and all(torch.equal(found, wanted) for found, wanted in pairs)
     assert len({line["pid"] for line in steps}) > workers, "a worker has joined"
     assert len(killed) == 2
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("kind", ["several", "stream"])
+def test_deaths_between_two_epochs(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATA_KIND", kind)
+    monkeypatch.setenv("DATA_STRATEGY", "unicron")
+    monkeypatch.setenv("DATA_DEATHS", "1")
+    with Cluster(tmp_path, str(PROGRAMS / "data_worker.py"), f"1:{data_worker.DEVICES}") as cluster:
+        for _ in range(data_worker.DEVICES):
+            cluster.add_node()
+        cluster.wait_notes(data_worker.DEVICES, "result", START_SECONDS + 60)
+        assert cluster.finish() == [0] * data_worker.DEVICES
+        results = cluster.notes("result")
+    assert len(list(tmp_path.glob("died-at-*"))) == len(data_worker.DEATHS)
+    used = data_worker.expected(kind)
+    assert [line["counts"][: len(used)] for line in results] == [used] * data_worker.DEVICES
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")

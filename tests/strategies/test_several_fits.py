@@ -37,6 +37,7 @@ def plain(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         ([2, 3, 1], {"fits": 2, "evaluates": True}),
         ([3, 7, 0], {"fits": 3}),
         ([2, 21, 1], {"fits": 2, "same": True}),
+        ([1, 18, 1], {"fits": 2}),  # its successor waits in the first fit, and the task begins the second one
     ],
 )
 def test_a_kill_in_each_fit(kill: list[int], settings: dict[str, Any], tmp_path: Path) -> None:
