@@ -5,6 +5,8 @@ Run with ``pip install -e '.[libraries]'``; libraries that are not installed are
 
 from __future__ import annotations
 
+import copy
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +20,11 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from unicron_lightning.data import streams
+from unicron_lightning.data.alone import as_only_process
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.sources import as_loader, same
 from unicron_lightning.data.streams import StreamEnds, Streams
+from unicron_lightning.errors import ConfigError
 
 SHAPE = StepShape(devices=3, accumulation=1)
 SAMPLES = 60
@@ -44,9 +48,9 @@ def seen_as(device: int) -> Iterator[None]:
 
 
 def dataset_of(name: str, folder: Path, **options: Any) -> Any:
-    module, make = libraries.MAKERS[name]
-    pytest.importorskip(module)
-    return make(folder, SAMPLES, **options)
+    if not libraries.installed(name):
+        pytest.skip(f"{libraries.MAKERS[name][0]} is not installed")
+    return libraries.MAKERS[name][1](folder, SAMPLES, **options)
 
 
 @pytest.mark.filterwarnings(
@@ -107,12 +111,12 @@ def test_states_of_hugging_face(
     assert ("stream_states_unused" in caplog.text) == shuffles
 
 
-def test_chunks_of_litdata_are_dealt_out_to_devices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["litdata", "mosaicml"])
+def test_chunks_are_dealt_out_to_devices(name: str, tmp_path: Path) -> None:
     """Each sample once an epoch, in another order in each; a device reads whole chunks."""
-    dataset = dataset_of("litdata", tmp_path)
-    import litdata
-
-    loader = as_loader(litdata.StreamingDataLoader(dataset, batch_size=2), SHAPE.devices)
+    dataset = dataset_of(name, tmp_path)
+    library = importlib.import_module(libraries.MAKERS[name][0])
+    loader = as_loader(library.StreamingDataLoader(dataset, batch_size=2), SHAPE.devices)
     order = DataOrder(loader, SHAPE, 0)
     epochs = [[order.indices(*order.place(epoch, n)) for n in range(order.num_micro_batches)] for epoch in range(2)]
     for batches in epochs:
@@ -122,3 +126,18 @@ def test_chunks_of_litdata_are_dealt_out_to_devices(tmp_path: Path) -> None:
     assert epochs[0] != epochs[1]
     assert loader.dataset[57] == {"number": 57}
     assert [number for batch in loader for number in batch["number"].tolist()] == list(loader.sampler)
+
+
+def test_data_of_mosaicml_has_each_sample_and_no_part_of_it(tmp_path: Path) -> None:
+    dataset_of("mosaicml", tmp_path)
+    import streaming
+
+    shards = str(tmp_path / "shards")
+    with as_only_process():
+        chosen = streaming.StreamingDataset(streams=[streaming.Stream(local=shards, repeat=2)], batch_size=2)
+    with pytest.raises(ConfigError, match=r"chooses \[120\] samples of its streams' \[60\]; expected all of them"):
+        as_loader(DataLoader(chosen), 3)
+    part = copy.copy(chosen)
+    part.streams[0].choose, part.length = SAMPLES, SAMPLES // 3
+    with pytest.raises(ConfigError, match="part: 20 of 60 samples"):
+        as_loader(DataLoader(part), 3)

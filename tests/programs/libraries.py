@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
+
+from unicron_lightning.data.alone import as_only_process
 
 
 def place() -> tuple[int, int]:
@@ -123,11 +127,53 @@ def write_chunks(chunks: Path, samples: Iterable[Any], size: int) -> None:
         writing.rename(chunks)
 
 
+def written_shards(folder: Path, samples: int) -> str:
+    """Write shards of ten samples, once, and return their folder."""
+    from zoo.images import import_torchvision
+
+    import_torchvision()  # streaming needs it
+    import streaming
+
+    shards = folder / "shards"
+    if not shards.exists():
+        writing = folder / f"writing-{os.getpid()}"
+        with streaming.MDSWriter(out=str(writing), columns={"number": "int"}, size_limit=295) as writer:
+            for number in range(samples):
+                writer.write({"number": number})
+        with contextlib.suppress(OSError):  # another worker was faster
+            writing.rename(shards)
+    return str(shards)
+
+
+def mosaicml_shards(folder: Path, samples: int) -> Any:
+    shards = written_shards(folder, samples)
+    import streaming
+
+    copies = str(folder / f"copies-{os.getpid()}")
+    with as_only_process():
+        return streaming.StreamingDataset(remote=shards, local=copies, shuffle=True, batch_size=4)
+
+
+def mosaicml_local(folder: Path, samples: int) -> Any:
+    shards = written_shards(folder, samples)
+    import streaming
+
+    return streaming.LocalDataset(shards)
+
+
+def installed(kind: str) -> bool:
+    """Whether the library of a kind of data is installed, or in the folder `$ZOO_PACKAGES`."""
+    places = [*sys.path, *filter(None, [os.environ.get("ZOO_PACKAGES")])]
+    return PathFinder.find_spec(MAKERS[kind][0], places) is not None
+
+
 MAKERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "hugging_face": ("datasets", hugging_face),
     "web_dataset": ("webdataset", web_dataset),
     "grain": ("grain", grain_sources),
     "grain_index": ("grain", grain_index),
     "litdata": ("litdata", litdata_chunks),
+    "mosaicml": ("streaming", mosaicml_shards),
+    "mosaicml_local": ("streaming", mosaicml_local),
 }
 """Data sets by name: the module that they need, and their maker, given a folder and the number of samples."""

@@ -31,14 +31,22 @@ def cases() -> list[Any]:
     return [case if case == in_ci else pytest.param(*case, marks=pytest.mark.chaos) for case in found]
 
 
+def need(kind: str) -> None:
+    if not libraries.installed(kind):
+        pytest.skip(f"{libraries.MAKERS[kind][0]} is not installed")
+
+
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # MosaicML's LocalDataset
 @pytest.mark.parametrize(("strategy", "kind"), cases())
 def test_every_sample_is_used_through_deaths(
     strategy: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind in libraries.MAKERS:
-        pytest.importorskip(libraries.MAKERS[kind][0])
+        need(kind)
         (tmp_path / "data").mkdir()
-        data_worker.data(kind, tmp_path / "data")  # litData's writer would wait for other ranks
+        data_worker.data(kind, tmp_path / "data")  # writers would wait for other ranks
     monkeypatch.setenv("DATA_KIND", kind)
     monkeypatch.setenv("DATA_STRATEGY", strategy)
     workers, least = data_worker.WORKERS[strategy], 1 if strategy == "unicron" else data_worker.SHARDS
@@ -85,7 +93,7 @@ def test_deaths_between_two_epochs(kind: str, tmp_path: Path, monkeypatch: pytes
 def test_an_epoch_is_resumed_in_its_middle(kind: str, tmp_path: Path) -> None:
     """A world of one is resumed from a checkpoint within the second epoch."""
     if kind in libraries.MAKERS:
-        pytest.importorskip(libraries.MAKERS[kind][0])
+        need(kind)
     first = data_worker.Kinds(tmp_path, paced=False)
     data_worker.trainer_of(tmp_path, max_steps=19).fit(first, data_worker.data(kind, tmp_path))
     again = data_worker.Kinds(tmp_path, paced=False)
@@ -106,9 +114,10 @@ class Sums(data_worker.Kinds):
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
-def test_evaluations_take_litdata(tmp_path: Path) -> None:
-    pytest.importorskip("litdata")
-    chunks, module = libraries.litdata_chunks(tmp_path, 50), Sums(tmp_path, paced=False)
+@pytest.mark.parametrize("kind", ["litdata", "mosaicml"])
+def test_evaluations_take_chunks(kind: str, tmp_path: Path) -> None:
+    need(kind)
+    chunks, module = libraries.MAKERS[kind][1](tmp_path, 50), Sums(tmp_path, paced=False)
     loader: DataLoader[Any] = DataLoader(chunks, batch_size=4)
     trainer = data_worker.trainer_of(tmp_path)
     assert trainer.validate(module, loader, verbose=False) == [{"sum": float(sum(range(50)))}]

@@ -1,8 +1,9 @@
-"""litData's `StreamingDataset` by index, in training and in evaluations.
+"""The `StreamingDataset` of litData and that of MosaicML by index, in training and in evaluations.
 
-It is an iterable data set whose iterator is the data set itself, so that two cannot be open at a time. Its samples can
-be read by their global numbers all the same. Chunks are dealt out to the declared devices, as litData does,
-so that a worker that reads one device's samples needs its chunks only.
+Both are iterable data sets of which two iterators cannot be open at a time: litData's iterator is the data set itself,
+and MosaicML's counts a data epoch for each. Their samples can be read by their global numbers all the same. Chunks
+(MosaicML: shards) are dealt out to the declared devices, as both libraries do, so that a worker that reads one device's
+samples needs its chunks only.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from unicron_lightning.errors import ConfigError
+
+_LITDATA = "litdata.streaming.dataset"
+_MOSAICML = "streaming.base.dataset"
 _PASSED_ON = (
     "batch_size",
     "drop_last",
@@ -31,7 +36,7 @@ _PASSED_ON = (
 
 
 class ChunkedSamples(Dataset[Any]):
-    """The samples of a `StreamingDataset`, by number.
+    """The samples of a data set in chunks, by number.
 
     Args:
         users: the data set; it is not opened before a sample is read, as each worker process opens its own.
@@ -84,18 +89,47 @@ class ChunkOrder(Sampler[int]):
 
 
 def is_chunked(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's data set is litData's."""
-    module = sys.modules.get("litdata.streaming.dataset")
-    return module is not None and isinstance(loader.dataset, module.StreamingDataset)
+    """Whether a loader's data set is litData's or MosaicML's."""
+    return _is_of(loader.dataset, _LITDATA) or _is_of(loader.dataset, _MOSAICML)
 
 
 def by_index(loader: DataLoader[Any], devices: int) -> DataLoader[Any]:
-    """Return a loader of litData's samples by index, with the settings of the user's."""
+    """Return a loader of the samples by index, with the settings of the user's.
+
+    Raises:
+        ConfigError: the data set does not have each of its samples once, or is one process's part.
+    """
     users: Any = loader.dataset
+    chunks, seed = _shards(users) if _is_of(users, _MOSAICML) else _litdata_chunks(users)
+    order = ChunkOrder(chunks, devices, seed)
+    settings = {name: getattr(loader, name) for name in _PASSED_ON}
+    return DataLoader(ChunkedSamples(users, len(order)), sampler=order, **settings)
+
+
+def _is_of(dataset: Any, library: str) -> bool:
+    module = sys.modules.get(library)
+    return module is not None and isinstance(dataset, module.StreamingDataset)
+
+
+def _litdata_chunks(users: Any) -> tuple[list[range], int | None]:
     opened = copy.deepcopy(users)
     opened[0]
     intervals = opened.cache._reader.config.intervals
-    chunks = [range(each.roi_start_idx, each.roi_end_idx) for each in intervals]
-    order = ChunkOrder(chunks, devices, users.seed if users.shuffle else None)
-    settings = {name: getattr(loader, name) for name in _PASSED_ON}
-    return DataLoader(ChunkedSamples(users, len(order)), sampler=order, **settings)
+    return [range(each.roi_start_idx, each.roi_end_idx) for each in intervals], users.seed if users.shuffle else None
+
+
+def _shards(users: Any) -> tuple[list[range], int | None]:
+    chosen, samples = [int(stream.choose) for stream in users.streams], users.samples_per_stream.tolist()
+    if chosen != samples:
+        raise ConfigError(
+            f"the StreamingDataset chooses {chosen} samples of its streams' {samples}; expected all of them: a data "
+            "epoch uses each sample once. Leave out proportion, repeat, choose and epoch_size"
+        )
+    if len(users) != users.size:
+        raise ConfigError(
+            f"the StreamingDataset is one process's part: {len(users)} of {users.size} samples. Build it inside `with "
+            "unicron_lightning.data.alone.as_only_process()`: otherwise it waits for the other workers of the "
+            "present world, which a worker that returns later would not find"
+        )
+    ends = list(itertools.accumulate(users.samples_per_shard.tolist(), initial=0))
+    return [range(*both) for both in itertools.pairwise(ends)], users.shuffle_seed if users.shuffle else None
