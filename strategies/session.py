@@ -173,8 +173,7 @@ class Session(OfProcess):
         if donors != self.fits:
             raise FitPassed(
                 f"this worker is in its script's fit number {self.fits}, but the task has begun number {donors}: the "
-                "worker joins there when it is started again (with unicron; models that are spread over workers are "
-                "joined in the first fit only)"
+                "worker joins there when it is started again"
             )
 
     def _wait_founded(self, control: Control) -> wire.Welcome:
