@@ -119,6 +119,7 @@ PAIRED: Final[dict[str, Named]] = {
     },
     **{f"callbacks.rate_finder[{name}]": _RATE_FINDER for name in ("exponential", "linear", "kept", "early", "few")},
     **{f"tools.lr_find[{name}]": _RATE_FINDER for name in ("plain", "linear", "few", "range", "attribute")},
+    "runs.sampler_of_ddp": Named(row="`trainer.distributed_sampler_kwargs`", places=r"given\.num_replicas"),
     **{f"data.demo_modules[{name}]": Named(row="random numbers of hooks") for name in ("boring", "manual")},
     "callbacks.state_of_a_callback_that_is_not_plain": Named(row="callbacks' and schedulers' state"),
 }
