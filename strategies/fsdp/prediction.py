@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from typing_extensions import override
 
+from unicron_lightning.data.pass_loaders import IndexedBatches
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
-from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions
+from unicron_lightning.strategies.passes.prediction import PART, PredictionLoader, Predictions
 from unicron_lightning.worker.evaluation import unfinished
 from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.report_sum import Report, ReportSum
@@ -57,18 +58,16 @@ class ShardedPredictions(Predictions):
 
     @override
     def begin(self, loader: PredictionLoader) -> list[int]:
-        if self._parts is None:
-            self._parts = self._divide()
+        self._begin_all()
         return []
 
     @override
     def finish(self) -> None:
-        parts, self._parts = self._parts, None
-        if parts is None or not self._engine.has_state:
+        begun, self._begun = self._begun, False
+        if not begun or not self._engine.has_state:
             return
-        operation = RowPrediction(
-            self._parallel, parts, partial(self._expect, parts), partial(self._run, parts), self._finished
-        )
+        parts = [range(PART * place, PART * place + each.number) for place, each in enumerate(self._batches)]
+        operation = RowPrediction(self._parallel, parts, partial(self._expect, parts), partial(self._run, parts))
         # Parameters are gathered into normal tensors, as in training, and a failure may change them.
         refused = self._parallel.strategy.collectives.refused("predict_step")
         with refused, torch.inference_mode(False), torch.no_grad():
@@ -76,10 +75,14 @@ class ShardedPredictions(Predictions):
         for loader in self._loaders:
             loader.end()
 
+    @property
+    def _batches(self) -> list[IndexedBatches]:
+        return [loader.batches for loader in self._loaders if isinstance(loader.batches, IndexedBatches)]
+
     def _expect(self, parts: Sequence[range], batches: Sequence[RowBatch]) -> None:
         """Request the samples of a plan's batches ahead."""
-        for place, (loader, part) in enumerate(zip(self._loaders, parts, strict=True)):
-            loader.expect([batch.number - part.start for batch in batches if batch.loader == place])
+        for place, (own, part) in enumerate(zip(self._batches, parts, strict=True)):
+            own.expect([batch.number - part.start for batch in batches if batch.loader == place])
 
     def _run(self, parts: Sequence[range], batch: RowBatch) -> None:
         """Run a batch together with the partners."""
@@ -119,7 +122,6 @@ class RowPrediction(ReplicaEvaluation):
         parts: the batches of each loader, in the common numbering.
         expect: receives this worker's batches of a plan.
         run: runs one of them, together with the partners.
-        finished: numbers of the batches that this worker has predicted, filled here.
     """
 
     name = "prediction"
@@ -130,7 +132,6 @@ class RowPrediction(ReplicaEvaluation):
         parts: Sequence[range],
         expect: Callable[[Sequence[RowBatch]], None],
         run: Callable[[RowBatch], None],
-        finished: set[int],
     ) -> None:
         fabric, device = parallel.member.fabric, parallel.member.model.device
         super().__init__([], lambda _: 0, fabric, device, self._run_all, lambda _: b"", tells=False)
@@ -138,7 +139,7 @@ class RowPrediction(ReplicaEvaluation):
         self._shard = parallel.shard
         self._expect = expect
         self._run = run
-        self._predicted = finished
+        self._predicted: set[int] = set()
         self._planned: list[RowBatch] = []
 
     @override

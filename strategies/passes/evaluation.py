@@ -4,25 +4,26 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops import _EvaluationLoop
 
-from unicron_lightning.data.order import DataOrder, StepShape
-from unicron_lightning.data.pass_loaders import EvaluationLoader
+from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.pass_loaders import ENDS, EvaluationLoader
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype, merge_calls
 from unicron_lightning.strategies.metrics.step_metrics import State, StepMetrics
 from unicron_lightning.strategies.metrics.torch_metrics import merge_metric_states, set_common_aside
-from unicron_lightning.strategies.passes.loaders import order_seed
 from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.evaluation import Evaluation, plan_evaluation
+from unicron_lightning.worker.evaluation import Evaluation
 from unicron_lightning.worker.operations import unpack_parts
+from unicron_lightning.worker.report_sum import ReportSum
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -38,7 +39,6 @@ class _Pass:
         self.loader = loader
         self.index = index
         self.current: int | None = None
-        self.finished: set[int] = set()
         self.calls: dict[int, list[LogCall]] = {}
         self.common: dict[str, State] | None = None
         self.seen = loop._seen_batches_per_dataloader[index or 0]
@@ -66,8 +66,8 @@ class Passes:
             )
 
     def loader(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape) -> EvaluationLoader:
-        order = DataOrder(loader, StepShape(devices=shape.devices, accumulation=1), order_seed())
-        return EvaluationLoader(loader, order, self._strategy.seed, self.begin, self.start_batch)
+        batches = self._strategy.loaders.pass_batches(loader, self._strategy.seed)
+        return EvaluationLoader(loader, batches, shape.devices, self.begin, self.start_batch)
 
     def step(self, run: Callable[[], Any], args: Sequence[Any]) -> Any:
         """Run a batch."""
@@ -89,7 +89,7 @@ class Passes:
     def _engine(self) -> Engine:
         return self._strategy.engine
 
-    def begin(self, loader: EvaluationLoader) -> list[int]:
+    def begin(self, loader: EvaluationLoader) -> Iterable[int]:
         """Start the pass over a loader; return this rank's batches."""
         self.finish()
         self._buffers = None
@@ -98,19 +98,19 @@ class Passes:
         assert loop._combined_loader is not None
         loaders = loop._combined_loader.flattened
         place = next(i for i, other in enumerate(loaders) if other is loader)
-        loader.limit(int(loop.max_batches[place]))
         epoch: Any = self._trainer.fit_loop.epoch_progress.current
-        loader.set_epoch(epoch.processed)  # as Lightning does for its samplers
-        planned = plan_evaluation(loader.num_batches, self._engine.reports, self._engine.world.rank)
+        loader.begin(epoch.processed, loop.max_batches[place])  # shuffled as Lightning's samplers
+        planned = iter(loader.todo(self._engine.reports, self._engine.world.rank))
         if self._trainer.sanity_checking:  # Lightning discards its results: each rank evaluates alone
             return planned
         self._pass = _Pass(loop, loader, place if len(loaders) > 1 else None)
-        if not planned and len(loaders) > 1:
+        first = list(islice(planned, 1))
+        if not first and len(loaders) > 1:
             # Lightning detects the loader's change by its first batch, which this rank doesn't have.
             if place > 0:
                 loop._store_dataloader_outputs()
             self._results.dataloader_idx = place
-        return planned
+        return chain(first, planned)
 
     def start_batch(self, number: int) -> None:
         """Record the start of a batch; later log calls belong to it."""
@@ -120,7 +120,7 @@ class Passes:
             assert self._trainer.sanity_checking
             return
         if current.current is not None:
-            current.finished.add(current.current)
+            current.loader.finished.add(current.current)
         current.current = number
         self._results.record_into(current.calls.setdefault(number, []))
 
@@ -135,32 +135,28 @@ class Passes:
         if current is None:
             return
         self._pass = None
-        results = self._results_of(current.loop)
+        values, loader = self._results_of(current.loop), current.loader
         if current.current is not None:
-            current.finished.add(current.current)
-        results.record_into(None)
-        current.loader.end()
+            loader.finished.add(current.current)
+        values.record_into(None)
         module = self._trainer.lightning_module
         common = self._set_aside(current)
-        operation = Evaluation(
-            current.loader.num_batches,
-            lambda number: self._run(current, number),
-            current.finished,
-            lambda: _encode(current, module),
-        )
+        run = partial(self._run, current)
         if engine.has_state:
-            encoded = unpack_parts(engine.run(operation))
+            results = partial(_encode, current, module)
+            encoded = unpack_parts(engine.run(Evaluation(loader.todo, run, loader.finished, results)))
         else:  # a joiner evaluates alone before its first fit, where it receives its state
-            for number in set(range(current.loader.num_batches)) - current.finished:
-                self._run(current, number)
+            for number in loader.todo(ReportSum.nothing(1), 0):
+                run(number)
             encoded = [_encode(current, module)]
+        loader.end()
         parts = [codec.decode(part) for part in encoded]
         merge_metric_states(module, common, [part["metrics"] for part in parts])
         calls: dict[int, list[Any]] = {}
         for part in parts:
             for number, batch_calls in part["calls"].items():
                 calls.setdefault(number, batch_calls)
-        self._replay(results, calls, current)
+        self._replay(values, calls, current)
 
     def _set_aside(self, current: _Pass) -> dict[str, State]:
         """Return the metrics' states from before the pass.
@@ -191,7 +187,7 @@ class Passes:
             current.loop._evaluation_step(
                 current.loader.fetch(number), current.loop.batch_progress.current.ready, current.index or 0, None
             )
-            current.finished.add(number)
+            current.loader.finished.add(number)
         finally:
             results.record_into(None)
             self._trainer._logger_connector.epoch_end_reached()
@@ -201,8 +197,9 @@ class Passes:
         trainer, device = self._trainer, self._trainer.strategy.root_device
         module, devices = trainer.lightning_module, current.loader.devices
         before, results.dataloader_idx = results.dataloader_idx, current.index
+        rounds = -(-(max(calls, default=-1) + 1) // devices)
         objects: dict[Any, LogCall] = {}
-        for step, first in enumerate(range(0, current.loader.num_batches, devices), current.seen):
+        for step, first in enumerate(range(0, rounds * devices, devices), current.seen):
             numbers = range(first, first + devices)
             logged = [LogCall.from_plain(call) for number in numbers for call in calls.get(number, [])]
             for call in merge_calls([call for call in logged if call.value is not None]):
@@ -214,9 +211,7 @@ class Passes:
             results.replay(call, module, device)
         results.dataloader_idx = before
         # Lightning has counted this rank's batches; under ddp these are as many.
-        current.loop._seen_batches_per_dataloader[current.index or 0] = current.seen + -(
-            -current.loader.num_batches // devices
-        )
+        current.loop._seen_batches_per_dataloader[current.index or 0] = current.seen + rounds
 
 
 def _show(trainer: pl.Trainer, metrics: Mapping[str, Any], step: int) -> None:
@@ -252,5 +247,6 @@ def evaluates(trainer: pl.Trainer) -> str | None:
 
 
 def _encode(current: _Pass, module: torch.nn.Module) -> bytes:
-    calls = {number: [call.plain() for call in current.calls.get(number, [])] for number in sorted(current.finished)}
+    batches = sorted(number for number in current.loader.finished if number < ENDS)
+    calls = {number: [call.plain() for call in current.calls.get(number, [])] for number in batches}
     return codec.encode({"calls": calls, "metrics": StepMetrics(module).states()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
@@ -17,9 +18,11 @@ from typing_extensions import override
 from unicron_lightning.data.combined_loader import CombinedSteps, PartLoader
 from unicron_lightning.data.loader import GlobalBatch, IndexedSteps, Numbered, StepLoader, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
-from unicron_lightning.data.pass_loaders import EvaluationLoader, PassLoader
+from unicron_lightning.data.pass_loaders import EvaluationLoader, IndexedBatches, PassBatches, PassLoader
 from unicron_lightning.data.sources import Batches, as_loader
+from unicron_lightning.data.stream_batches import StreamBatches
 from unicron_lightning.data.stream_loader import StreamLoader
+from unicron_lightning.data.stream_reader import StreamOpener
 from unicron_lightning.data.streams import Streams
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, unwrapped
 from unicron_lightning.strategies.passes.script_loaders import ordinary, show_ordinary
@@ -93,8 +96,7 @@ class Loaders:
         loader = as_loader(users, shape.devices)
         is_users = loader is users
         combined = self._combined if trainer.training else None
-        streams = trainer.training and combined is None and self._strategy.parallelism.whole
-        check_loader(loader, streams=bool(streams))
+        check_loader(loader, streams=combined is None and self._strategy.parallelism.whole)
         made: Made
         if combined is not None:
             self._strategy.parallelism.steps.check_data(loader)
@@ -107,20 +109,34 @@ class Loaders:
             if self._predictions is None:
                 self._predictions = self._strategy.parallelism.predictions(trainer, self._strategy.engine)
             loader = unwrapped(loader)
-            made = PredictionLoader(loader, shape.devices, seed, self._predictions)
+            made = PredictionLoader(loader, self.pass_batches(loader, seed), shape.devices, self._predictions)
         else:
             made = self._strategy.parallelism.evaluation.loader(trainer, loader, shape)
         if not is_users:
             made.ordinary = users
-        elif self._samples and not isinstance(made, PassLoader | StreamLoader):
+        elif self._samples and not isinstance(made, PassLoader) and not isinstance(loader.dataset, IterableDataset):
             made.ordinary = ordinary(trainer, loader, shape.devices, self._strategy.global_rank)
         if isinstance(made, StepLoader):
             self._strategy.schedule.attend(trainer, made, shape, made)
         elif isinstance(made, PartLoader) and combined is not None and users is combined.flattened[0]:
             self._strategy.schedule.attend(trainer, combined, shape, made)
+        if isinstance(made, EvaluationLoader):
+            made.iterates = self._iterates
         made.taken = partial(show_ordinary, trainer)
         self._made.append(made)
         return made
+
+    def pass_batches(self, loader: DataLoader[Any], seed: int) -> PassBatches:
+        """Return the batches of a loader in an evaluation, for workers that each hold the whole model.
+
+        Args:
+            loader: the user's.
+            seed: of augmentation.
+        """
+        shape = StepShape(devices=self._strategy.shape.devices, accumulation=1)
+        if isinstance(loader.dataset, IterableDataset):
+            return StreamBatches(self._opener(loader, shape), shape.devices, self._reading)
+        return IndexedBatches(loader, DataOrder(loader, shape, order_seed()), seed)
 
     @property
     def training(self) -> StepLoader | CombinedSteps | None:
@@ -138,7 +154,7 @@ class Loaders:
     def end_passes(self) -> None:
         """Finish a validation: end worker processes that are not persistent."""
         for loader in self._made:
-            if isinstance(loader, PassLoader):
+            if isinstance(loader, PassLoader | EvaluationLoader):
                 loader.end()
 
     def close(self) -> None:
@@ -194,8 +210,7 @@ class Loaders:
             fetcher: Any = trainer.fit_loop._data_fetcher
             fetcher.prefetch_batches = 0
 
-        seen_as = partial(strategy.seen_as, size=shape.devices)
-        streams = Streams(loader, shape, order_seed(), ends, seen_as)
+        streams = Streams(self._opener(loader, shape), shape, ends)
         return StreamLoader(
             loader,
             shape,
@@ -207,8 +222,20 @@ class Loaders:
             boundary=partial(strategy.boundary, trainer),
             agree=agree,
             begins=begins,
-            reading=partial(strategy.engine.activity.during, "data"),
+            reading=self._reading,
         )
+
+    def _opener(self, loader: DataLoader[Any], shape: StepShape) -> StreamOpener:
+        return StreamOpener(loader, shape.devices, order_seed(), partial(self._strategy.seen_as, size=shape.devices))
+
+    def _reading(self) -> AbstractContextManager[None]:
+        return self._strategy.engine.activity.during("data")
+
+    def _iterates(self) -> None:
+        """Give the streams of evaluations a bound as their length, as Lightning has begun to iterate."""
+        for loader in self._made:
+            if isinstance(loader, EvaluationLoader):
+                loader.unbounded = True
 
 
 class TrainingSource(_DataLoaderSource):

@@ -10,10 +10,11 @@ A worker that returns has no state before its first ``fit``; the members have it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import Any, Final, SupportsIndex
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
@@ -22,12 +23,13 @@ from lightning.pytorch.utilities.types import _PREDICT_OUTPUT
 from torch.utils.data import DataLoader
 
 from unicron_lightning.copying import OfProcess
-from unicron_lightning.data.order import DataOrder, StepShape
-from unicron_lightning.data.pass_loaders import EvaluationLoader
+from unicron_lightning.data.pass_loaders import ENDS, EvaluationLoader, PassBatches
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.evaluation import Evaluation, unfinished
-from unicron_lightning.worker.ledger import share
-from unicron_lightning.worker.report_sum import ReportSum
+from unicron_lightning.worker.evaluation import Evaluation
+from unicron_lightning.worker.report_sum import Report, ReportSum
+
+PART: Final = 2 * ENDS
+"""Distance between the numbers of two loaders."""
 
 
 def unwrapped(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -46,32 +48,26 @@ class PredictionLoader(EvaluationLoader):
 
     Args:
         loader: the user's, `unwrapped`.
+        batches: its batches.
         devices: of the declared world.
-        seed: of augmentation.
         predictions: the run.
 
     Attributes:
         started: number of this rank's batches in the pass so far.
     """
 
-    def __init__(self, loader: DataLoader[Any], devices: int, seed: int, predictions: Predictions) -> None:
-        order = DataOrder(loader, StepShape(devices=devices, accumulation=1), seed)
-        super().__init__(loader, order, seed, predictions.begin, partial(predictions.start_batch, self))
+    def __init__(self, loader: DataLoader[Any], batches: PassBatches, devices: int, predictions: Predictions) -> None:
+        super().__init__(loader, batches, devices, predictions.begin, partial(predictions.start_batch, self))
         self.started = 0
-        batches: Any = loader.batch_sampler
-        self._recorded: Any = None if batches is None else _IndexBatchSamplerWrapper(batches)
-
-    def expect(self, numbers: list[int]) -> None:
-        """Request the samples of these batches ahead, instead of any requested before."""
-        self.end()
-        self._planned = numbers
+        numbered: Any = loader.batch_sampler if batches.rounds() is not None else None
+        self._recorded: Any = None if numbered is None else _IndexBatchSamplerWrapper(numbered)
 
     def record(self, number: int) -> int:
         """Record the indices of a batch for prediction writers; return the batch's place on this rank."""
         place, self.started = self.started, self.started + 1
         if self._recorded is not None:
             self.batch_sampler = self._recorded  # Lightning's loop reads the indices there
-            self._recorded.seen_batch_indices.append(self.indices(number))
+            self._recorded.seen_batch_indices.append(self.batches.indices(number))
         return place
 
     def withdraw(self, started: int) -> None:
@@ -95,40 +91,37 @@ class Predictions(OfProcess):
     def __init__(self, trainer: pl.Trainer, engine: Engine) -> None:
         self._trainer = trainer
         self._engine = engine
-        self._parts: list[range] | None = None
-        self._planned: list[int] = []
-        self._part = range(0)
-        self._current: int | None = None
-        self._finished: set[int] = set()
+        self._begun = False
+        self._current: tuple[PredictionLoader, int] | None = None
         trainer.predict_loop.on_run_end = _End(self, trainer.predict_loop)  # type: ignore[method-assign]
 
-    def begin(self, loader: PredictionLoader) -> list[int]:
+    def begin(self, loader: PredictionLoader) -> Iterable[int]:
         """Start the pass over a loader; return this rank's batches."""
         self._complete()
         self._engine.activity.enter("validation")
-        if self._parts is None:
-            self._parts = self._divide()
-            if self._engine.has_state:
-                self._planned = plan_parts(self._parts, self._engine.reports, self._engine.world.rank)
-        self._part = self._parts[next(place for place, other in enumerate(self._loaders) if other is loader)]
-        return [number - self._part.start for number in self._planned if number in self._part]
+        self._begin_all()
+        if not self._engine.has_state:
+            return []
+        return loader.todo(part(self._engine.reports, self._loaders.index(loader)), self._engine.world.rank)
 
     def start_batch(self, loader: PredictionLoader, number: int) -> None:
         """Record the start of a batch, and so the end of the one before."""
         self._complete()
-        self._current = self._part.start + number
+        self._current = loader, number
         loader.record(number)
         self._prepare(number)
 
     def finish(self) -> None:
         """Complete the run: return when each batch has been predicted by a living worker."""
         self._complete()
-        parts, self._parts = self._parts, None
-        if parts is None or not self._engine.has_state:
+        begun, self._begun = self._begun, False
+        if not begun or not self._engine.has_state:
             return
         for loader in self._loaders:
             loader.end()
-        self._engine.run(Prediction(parts, partial(self._predict, parts), self._finished))
+        self._engine.run(Prediction(self._loaders, self._predict))
+        for loader in self._loaders:
+            loader.end()
 
     @property
     def _loaders(self) -> list[PredictionLoader]:
@@ -137,58 +130,61 @@ class Predictions(OfProcess):
         loaders: list[PredictionLoader] = combined.flattened
         return loaders
 
-    def _divide(self) -> list[range]:
-        """Begin the passes of all loaders; return their batches in the common numbering."""
-        parts, start = [], 0
+    def _begin_all(self) -> None:
+        """Begin the passes of all loaders, once in a run."""
+        if self._begun:
+            return
+        self._begun = True
         for loader, most in zip(self._loaders, self._trainer.predict_loop.max_batches, strict=True):
-            loader.limit(int(most))
-            loader.set_epoch(self._trainer.current_epoch)
+            loader.begin(self._trainer.current_epoch, most)
             loader.withdraw(0)
-            parts.append(range(start, start + loader.num_batches))
-            start = parts[-1].stop
-        return parts
 
     def _complete(self) -> None:
         if self._current is not None:
-            self._finished.add(self._current)
+            loader, number = self._current
+            loader.finished.add(number)
         self._current = None
 
     def _prepare(self, number: int) -> None:
         self._engine.activity.enter("validation", number)
         self._engine.fault("validation", self._engine.step)
 
-    def _predict(self, parts: list[range], number: int) -> None:
+    def _predict(self, number: int) -> None:
         """Predict a batch left over by a lost rank, or by Lightning's limit."""
-        place = next(place for place, part in enumerate(parts) if number in part)
-        loader, own = self._loaders[place], number - parts[place].start
+        place, own = divmod(number, PART)
+        loader = self._loaders[place]
         self._prepare(own)
         self._trainer.predict_loop._predict_step(loader.fetch(own), loader.record(own), place, None)
-        self._finished.add(number)
+        loader.finished.add(own)
 
 
 class Prediction(Evaluation):
     """The end of a run.
 
     Args:
-        parts: the batches of each loader, in the common numbering.
-        run, finished: as of `Evaluation`.
+        loaders: of the run; a number of one is increased by `PART` for each loader before it.
+        run: as of `Evaluation`.
     """
 
     name = "prediction"
 
-    def __init__(self, parts: Sequence[range], run: Callable[[int], None], finished: set[int]) -> None:
-        super().__init__(parts[-1].stop, run, finished, lambda: b"")
-        self._parts = parts
+    def __init__(self, loaders: Sequence[EvaluationLoader], run: Callable[[int], None]) -> None:
+        super().__init__(self._left, run, (), lambda: b"")
+        self._loaders = loaders
 
-    def plan(self, reports: ReportSum, rank: int) -> None:
-        planned = plan_parts(self._parts, reports, rank)
-        self._todo = [number for number in planned if number not in self._finished]
+    def _left(self, reports: ReportSum, rank: int) -> Iterator[int]:
+        for place, loader in enumerate(self._loaders):
+            yield from (place * PART + number for number in loader.todo(part(reports, place), rank))
+
+    def report(self) -> Report:
+        numbers = (place * PART + n for place, loader in enumerate(self._loaders) for n in loader.finished)
+        return {"finished": sorted(numbers)}
 
 
-def plan_parts(parts: Sequence[range], reports: ReportSum, rank: int) -> list[int]:
-    """The batches for ``rank``: of each loader, its share of those that no rank has predicted so far."""
-    shares = [share(unfinished(part, reports), rank, reports.world) for part in parts]
-    return [number for numbers in shares for number in numbers]
+def part(reports: ReportSum, place: int) -> ReportSum:
+    """Return the reports of one loader's numbers."""
+    numbers = frozenset(number % PART for number in reports.finished if number // PART == place)
+    return replace(reports, finished=numbers)
 
 
 class _End:

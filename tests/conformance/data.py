@@ -108,7 +108,7 @@ def training_loader(lab: Lab, made: Any) -> None:
 
 
 ALIKE = ("none", "random_sampler", "subset_sampler", "weighted", "combined_cycle")
-EVALUATED = [name for name in LOADERS if name not in ALIKE and not name.startswith("stream_")]
+EVALUATED = [name for name in LOADERS if name not in ALIKE]
 
 
 @scenario(**{name: {"made": LOADERS[name]} for name in EVALUATED})

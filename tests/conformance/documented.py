@@ -28,8 +28,7 @@ class Named:
 
 
 _RANDOM: Final = Named(row="random samplers")
-_STREAMS: Final = Named(row="iterable datasets")
-_NO_LENGTH: Final = Named(row="iterable datasets", places=r"warnings|trainer0\.counters\.3")
+_NO_LENGTH: Final = Named(row="iterable datasets", places=r"warnings|trainer0\.(counters\.3|batches\.0\.0)")
 _AT_ONCE: Final = Named(row="evaluations with a `CombinedLoader`")
 _DOUBLE: Final = Named(row="`self.log` in `training_step`", places=r"trainer0\.metrics\.\d\.\w+\.1")
 _BATCH_SIZE: Final = Named(row="`BatchSizeFinder`")
@@ -44,12 +43,11 @@ NAMED: Final[dict[str, Named]] = {
     "data.prediction_loader[generator]": _RANDOM,
     "callbacks.pruning[random]": Named(row="random numbers of hooks", places=r"trainer0\.(metrics|parameters)"),
     "data.training_loader[list]": _NO_LENGTH,
-    "data.validation_loader[list]": _STREAMS,
-    "data.prediction_loader[list]": _STREAMS,
+    "data.validation_loader[list]": _NO_LENGTH,
+    "data.validation_loader[stream_sized]": _NO_LENGTH,
+    "data.prediction_loader[stream_sized]": _NO_LENGTH,
     "data.training_loader[combined_sequential]": Named(row="several training loaders", places=r"trainer0\.counters\.3"),
     "data.training_loader[stream_sized]": _NO_LENGTH,
-    "data.validation_loader[stream]": _STREAMS,
-    "data.prediction_loader[stream]": _STREAMS,
     **{f"data.combined_validation[{name}]": _AT_ONCE for name in ("outer", "longest", "cycle")},
     "checkpoints.resumed[step_to_step]": Named(
         row="a checkpoint written within a data epoch is resumed", places=r"warnings|trainer1\.(metrics|parameters)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from unicron_lightning.data.fetch import Fetcher
 from unicron_lightning.data.loader import GlobalBatch, IndexedSteps, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape
-from unicron_lightning.data.pass_loaders import EvaluationLoader
+from unicron_lightning.data.pass_loaders import EvaluationLoader, IndexedBatches
 from unicron_lightning.worker.ledger import share
+from unicron_lightning.worker.report_sum import ReportSum
 
 SHAPE = StepShape(devices=2, accumulation=2)
 
@@ -183,15 +185,16 @@ def test_evaluation_batches_by_number(workers: int) -> None:
     started: list[int] = []
     user = DataLoader(Noisy(20), batch_size=3, num_workers=workers)
     order = DataOrder(user, StepShape(devices=2, accumulation=1), 0)
-    loader = EvaluationLoader(user, order, 1, lambda loader: [0, 2, 5], started.append)
+    batches = IndexedBatches(user, order, 1)
+    reports = ReportSum(world=1, finished=frozenset({1, 3, 4, 6, 7}))
+    loader = EvaluationLoader(user, batches, 2, lambda loader: loader.todo(reports, 0), started.append)
     assert len(loader) == 4  # a device's, as with ddp
-    loader.limit(2)
-    assert loader.num_batches == 4
-    loader.limit(100)
-    assert loader.num_batches == 8
+    loader.begin(0, 2)
+    assert batches.number == 4
+    loader.begin(0, math.inf)
+    assert batches.number == 8
     for _ in range(2):
-        batches = [batch[0].tolist() for batch in loader]
-        assert batches == [[0, 2, 4], [6, 8, 10], [13, 15, 17]]
+        assert [batch[0].tolist() for batch in loader] == [[0, 2, 4], [6, 8, 10], [13, 15, 17]]
         assert loader.fetch(6)[0].tolist() == [18]
     loader.end()
     loader.close()

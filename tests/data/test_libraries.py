@@ -23,6 +23,7 @@ from unicron_lightning.data import streams
 from unicron_lightning.data.alone import as_only_process
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.sources import as_loader, same
+from unicron_lightning.data.stream_reader import StreamOpener
 from unicron_lightning.data.streams import StreamEnds, Streams
 from unicron_lightning.errors import ConfigError
 
@@ -71,7 +72,8 @@ def numbers_of(dataset: Any, stream: int, workers: int) -> Iterator[int]:
     """Read a stream to its end, in an order that a new reader repeats."""
     ends = StreamEnds()
     ends.begin(0, {})
-    opened = Streams(DataLoader(dataset, batch_size=4, num_workers=workers), SHAPE, 1, ends, seen_as)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=4, num_workers=workers)
+    opened = Streams(StreamOpener(loader, SHAPE.devices, 1, seen_as), SHAPE, ends)
     for number in range(SAMPLES):
         opened.begin_step(0, number)
         opened.look(0, number, [stream])
@@ -91,11 +93,14 @@ def test_states_of_hugging_face(
     ends.begin(0, {})
     first, again = (
         Streams(
-            StatefulDataLoader(dataset_of("hugging_face", tmp_path, shuffles=shuffles), batch_size=4),
+            StreamOpener(
+                StatefulDataLoader(dataset_of("hugging_face", tmp_path, shuffles=shuffles), batch_size=4),
+                SHAPE.devices,
+                1,
+                seen_as,
+            ),
             SHAPE,
-            1,
             each,
-            seen_as,
         )
         for each in (ends, joined)
     )

@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from unicron_lightning.data.order import StepShape, check_loader
 from unicron_lightning.data.sources import same
+from unicron_lightning.data.stream_reader import StreamOpener
 from unicron_lightning.data.streams import STATE_STEPS, StreamEnds, Streams
 
 SHAPE = StepShape(devices=2, accumulation=2)
@@ -56,7 +57,8 @@ class Opaque(Counter):
 
 
 def streams_of(dataset: Any, ends: StreamEnds, **options: Any) -> Streams:
-    return Streams(StatefulDataLoader(dataset, batch_size=1, **options), SHAPE, 1, ends, devices.seen_as)
+    loader: Any = StatefulDataLoader(dataset, batch_size=1, **options)
+    return Streams(StreamOpener(loader, SHAPE.devices, 1, devices.seen_as), SHAPE, ends)
 
 
 def begun() -> StreamEnds:

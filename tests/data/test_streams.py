@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.order import StepShape, check_loader
 from unicron_lightning.data.sources import same
-from unicron_lightning.data.streams import StreamChanged, StreamEnds, Streams
+from unicron_lightning.data.stream_reader import StreamChanged, StreamOpener
+from unicron_lightning.data.streams import StreamEnds, Streams
 from unicron_lightning.errors import ConfigError
 
 SHAPE = StepShape(devices=3, accumulation=2)
@@ -44,7 +45,7 @@ class Once(IterableDataset[int]):
 
 def streams_of(dataset: Any, ends: StreamEnds | None = None, seed: int = 1, **options: Any) -> Streams:
     loader: DataLoader[Any] = DataLoader(dataset, **{"batch_size": 2, **options})
-    return Streams(loader, SHAPE, seed, ends or StreamEnds(), devices.seen_as)
+    return Streams(StreamOpener(loader, SHAPE.devices, seed, devices.seen_as), SHAPE, ends or StreamEnds())
 
 
 def test_a_stream_is_what_its_device_reads_and_the_same_whoever_opens_it_when() -> None:
@@ -147,10 +148,10 @@ def test_set_epoch_is_called() -> None:
     assert ends.found == {0: 1}
 
 
-def test_iterable_data_sets_are_for_training() -> None:
+def test_iterable_data_sets_are_refused_where_only_an_index_helps() -> None:
     loader: DataLoader[Any] = DataLoader(Shards())
     check_loader(loader, streams=True)
-    with pytest.raises(ConfigError, match=r"Shards is an iterable data set.*for training"):
+    with pytest.raises(ConfigError, match=r'Shards is an iterable data set, which strategy="unicron" takes'):
         check_loader(loader)
 
 

@@ -1,4 +1,4 @@
-"""A training on an iterable data set that counts how often each sample is used.
+"""A training and validations on iterable data sets that count how often each sample is used.
 
 Under torchrun agents: ``stream_worker.py FOLDER``, with ``$STREAM_WORKERS`` worker processes for the data. With
 ``$STREAM_STATES`` the loader is a StatefulDataLoader, whose state is kept every four steps.
@@ -22,13 +22,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchmetrics import SumMetric
 
 from unicron_lightning.data import streams
 
 DEVICES, ROUNDS, BATCH, EPOCHS = 3, 2, 4, 2
 SAMPLES = 290
 """Streams of 97, 97 and 96 samples: 25, 25 and 24 batches, 13 steps."""
+EVALUATED = 85
+"""Streams of 29, 28 and 28 samples: 8, 7 and 7 batches without worker processes, 8 each with two."""
 PACE_SECONDS = 0.05
+EVALUATION_SECONDS = 0.15
 INCOMPLETE_SECONDS = 30.0
 """Most additional time of a step in a smaller world, so that a replacement can join before the end; a newer epoch ends
 it.
@@ -76,7 +80,46 @@ class Resumable(Numbers):
             file.write(json.dumps({"what": "loaded", **state}) + "\n")
 
 
-class Counting(pl.LightningModule):
+class Evaluates(pl.LightningModule):
+    """Logs sums over all batches of a validation."""
+
+    folder: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = SumMetric()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        numbers = self.evaluated(batch, dataloader_idx)
+        self.log("count", float(len(numbers)), reduce_fx="sum", batch_size=len(numbers))
+        self.log("squares", numbers.square().sum().float(), reduce_fx="sum", batch_size=len(numbers))
+        self.total.update(numbers)
+        if dataloader_idx == 0:
+            self.log("total", self.total, on_step=False, on_epoch=True)
+
+    def evaluated(self, batch: Any, loader: int) -> torch.Tensor:
+        """Return the numbers of the samples in a batch, after noting them."""
+        numbers: torch.Tensor = batch if isinstance(batch, torch.Tensor) else batch[0]
+        if not self.trainer.sanity_checking:
+            stage = self.trainer.state.stage
+            assert stage is not None
+            self.note("evaluated", stage=stage.value, epoch=self.current_epoch, loader=loader, numbers=numbers.tolist())
+            time.sleep(EVALUATION_SECONDS)
+        return numbers
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            names = [name for name in self.trainer.callback_metrics if name.startswith(("count", "squares", "total"))]
+            values = {name: float(self.trainer.callback_metrics[name]) for name in names}
+            self.note("validated", epoch=self.current_epoch, values=values)
+
+    def note(self, what: str, **fields: Any) -> None:
+        place = {"pid": os.getpid(), "rank": self.global_rank, "world": self.trainer.world_size}
+        with (self.folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"what": what, **place, **fields}) + "\n")
+
+
+class Counting(Evaluates):
     """``counts.weight[i]`` is minus the number of times that sample i was used."""
 
     def __init__(self, folder: Path, size: int = SAMPLES, *, paced: bool = True) -> None:
@@ -105,11 +148,6 @@ class Counting(pl.LightningModule):
         own = weight.to_local() if isinstance(weight, DTensor) else weight
         return [round(-value, 4) for value in own.flatten().tolist()]
 
-    def note(self, what: str, **fields: Any) -> None:
-        place = {"pid": os.getpid(), "rank": self.global_rank, "world": self.trainer.world_size}
-        with (self.folder / "events.jsonl").open("a") as file:
-            file.write(json.dumps({"what": what, **place, **fields}) + "\n")
-
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=float(self.trainer.num_nodes * ROUNDS))
 
@@ -134,7 +172,9 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, loader)
+    streams_of = DataLoader[torch.Tensor] if not os.environ.get("STREAM_STATES") else StatefulDataLoader
+    evaluated = streams_of(Numbers(EVALUATED), batch_size=BATCH, num_workers=workers)
+    trainer.fit(module, loader, evaluated)
     module.note("result", counts=module.counted())
 
 

@@ -109,7 +109,7 @@ class Sums(data_worker.Kinds):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("sum", float(sum(part.sum() for part in data_worker.found(batch))), reduce_fx="sum")
 
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         return batch
 
 
@@ -133,3 +133,40 @@ def test_evaluations_take_sequences(tmp_path: Path) -> None:
     assert trainer.validate_loop._combined_loader is not None and trainer.val_dataloaders is batches
     predicted: Any = trainer.predict(module, batches)
     assert torch.cat(predicted).sort().values.equal(numbers)
+
+
+@pytest.mark.parametrize("kind", ["stream", "reopened"])
+def test_evaluations_take_streams(kind: str, tmp_path: Path) -> None:
+    module, total = Sums(tmp_path, paced=False), float(sum(range(data_worker.SAMPLES)))
+    trainer = data_worker.trainer_of(tmp_path)
+    streams = data_worker.data(kind, tmp_path)
+    assert trainer.validate(module, streams, verbose=False) == [{"sum": total}]
+    assert trainer.validate_loop.max_batches == [float("inf")] and trainer.val_dataloaders is streams
+    predicted: Any = trainer.predict(module, [streams, data_worker.second()])
+    assert torch.cat(predicted[0]).sort().values.equal(torch.arange(data_worker.SAMPLES))
+    assert len(predicted[1]) == data_worker.SECOND // 3
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled:UserWarning")
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")  # with a limit
+@pytest.mark.parametrize(
+    ("settings", "passes", "batches"),
+    [
+        ({}, 2, 74),
+        ({"limit_val_batches": 2}, 2, 6),
+        ({"overfit_batches": 3}, 2, 9),
+        ({"val_check_interval": 10}, 4, 74),
+    ],
+)
+def test_validations_of_a_fit_take_streams(settings: dict[str, Any], passes: int, batches: int, tmp_path: Path) -> None:
+    class Counts(Sums):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(batch_idx)
+            super().validation_step(batch, batch_idx)
+
+    seen: list[int] = []
+    trainer = data_worker.trainer_of(tmp_path, **settings)
+    made = [data_worker.data("stream", tmp_path) for _ in range(2)]
+    trainer.fit(Counts(tmp_path, paced=False), *made)
+    assert len(seen) == 2 + passes * batches, "two of the sanity check"
+    assert "sum" in trainer.callback_metrics

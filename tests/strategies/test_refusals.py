@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.collectives.operations import CollectiveInStep
@@ -157,11 +157,6 @@ def test_modules(module: type[Small], error: type[Exception], message: str) -> N
         fit(module())
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter([[torch.ones(2)]])
-
-
 class Batches:
     def __iter__(self) -> Iterator[Any]:
         return iter([[torch.ones(1, 2)]])
@@ -173,28 +168,13 @@ class Batches:
         (lambda: ([torch.ones(1, 2)] for _ in range(3)), "the data is a generator, an iterator that can be read once"),
         (
             lambda: {"a": data(), "b": Batches()},
-            'Batches is an iterable data set.*with strategy="unicron", as the only',
+            'Batches is an iterable data set, which strategy="unicron" takes.* as the only loader of training',
         ),
     ],
 )
 def test_data(loader: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         fit(Small(), loader())
-
-
-def test_iterable_data_of_validations() -> None:
-    class Validating(Small):
-        def validation_step(self, batch: Any) -> None:
-            """Use nothing."""
-
-    class Both(pl.LightningDataModule):
-        train_dataloader = staticmethod(data)
-
-        def val_dataloader(self) -> Any:
-            return DataLoader(Stream())
-
-    with pytest.raises(ConfigError, match=r"Stream is an iterable data set.*for training.*map-style"):
-        fit(Validating(), Both())
 
 
 @pytest.mark.parametrize(

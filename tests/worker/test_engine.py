@@ -17,8 +17,9 @@ from worker.simulation import Coordinator, Fault, Killed, TaskIsOver, run_thread
 from unicron_lightning.worker.buckets import FlatBucket, GradientBuckets
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, ProgramsDiffer
-from unicron_lightning.worker.evaluation import Evaluation
+from unicron_lightning.worker.evaluation import Evaluation, plan_evaluation
 from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts
+from unicron_lightning.worker.report_sum import ReportSum
 from unicron_lightning.worker.step import GradientStep
 
 MICRO_BATCHES = 5
@@ -154,7 +155,10 @@ class Program:
             self.evaluated.append((step, number))
             finished.add(number)
 
-        operation = Evaluation(4, run, finished, lambda: b",".join(b"%d" % n for n in sorted(finished)))
+        def todo(reports: ReportSum, rank: int) -> list[int]:
+            return plan_evaluation(4, reports, rank, finished)
+
+        operation = Evaluation(todo, run, finished, lambda: b",".join(b"%d" % n for n in sorted(finished)))
         parts = unpack_parts(self.engine.run(operation))
         numbers = sorted(int(n) for part in parts for n in part.split(b",") if n)
         assert numbers == list(range(4)), "every batch evaluated once"

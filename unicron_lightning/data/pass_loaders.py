@@ -5,14 +5,105 @@ model together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Protocol
 
 from torch.utils.data import DataLoader
 
 from unicron_lightning.data.fetch import Fetcher, Place
-from unicron_lightning.data.loader import GlobalBatch, InPlace, Items
+from unicron_lightning.data.loader import Closes, GlobalBatch, InPlace, Items
 from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.data.sources import name_of
+from unicron_lightning.worker.evaluation import plan_evaluation
+from unicron_lightning.worker.report_sum import ReportSum
+
+ENDS: Final = 1 << 39
+"""Numbers from here on report ends of streams, those below report batches."""
+
+
+class PassBatches(Closes, Protocol):
+    """The batches of an evaluation pass, by number: in each round, one for each device of the declared world."""
+
+    def rounds(self) -> int | None:
+        """Return the number of rounds; None if it is known only at the end."""
+
+    def begin(self, epoch: int, most: float) -> None:
+        """Begin a pass.
+
+        Args:
+            epoch: for shuffled data and random state.
+            most: largest number of rounds; `math.inf` for no limit.
+        """
+
+    def todo(self, reports: ReportSum, rank: int, finished: set[int]) -> Iterable[int]:
+        """Return this rank's share of the batches that no member has run, without those that it has run since.
+
+        Args:
+            reports: of all members.
+            rank: of this worker.
+            finished: numbers that this worker is to report; ends of streams are added.
+        """
+
+    def get(self, number: int) -> Any:
+        """Return a batch of the newest `todo`."""
+
+    def indices(self, number: int) -> list[Any] | None:
+        """Return the data set indices of a batch; None if there are none."""
+
+    def end(self) -> None:
+        """End the pass."""
+
+
+class IndexedBatches:
+    """The batches of a data set with an index.
+
+    Args:
+        loader: the user's.
+        order: of its samples, divided as with ddp.
+        seed: of augmentation.
+
+    Attributes:
+        number: of batches in the present pass.
+    """
+
+    def __init__(self, loader: DataLoader[Any], order: DataOrder, seed: int) -> None:
+        self.number = 0
+        self._order = order
+        self._epoch = 0
+        self._planned: list[int] = []
+        self._fetcher = Fetcher(loader, order, seed, self._ahead)
+
+    def rounds(self) -> int:
+        return self._order.num_steps()
+
+    def begin(self, epoch: int, most: float) -> None:
+        self._epoch = epoch
+        self.number = int(min(self._order.num_micro_batches, most * self._order.devices))
+
+    def todo(self, reports: ReportSum, rank: int, finished: set[int]) -> list[int]:
+        self.expect(plan_evaluation(self.number, reports, rank, finished))
+        return self._planned
+
+    def expect(self, numbers: list[int]) -> None:
+        """Request the samples of these batches ahead, instead of any requested before."""
+        self._fetcher.end_epoch()
+        self._planned = numbers
+
+    def get(self, number: int) -> Any:
+        return self._fetcher.get(self._order.place(self._epoch, number))
+
+    def indices(self, number: int) -> list[Any]:
+        return self._order.indices(*self._order.place(self._epoch, number))
+
+    def end(self) -> None:
+        self._fetcher.end_epoch()
+
+    def close(self) -> None:
+        self._fetcher.close()
+
+    def _ahead(self, start: Place) -> Iterator[Place]:
+        places = (self._order.place(self._epoch, number) for number in self._planned)
+        return (place for place in places if place >= start)
 
 
 class EvaluationLoader(InPlace):
@@ -20,72 +111,78 @@ class EvaluationLoader(InPlace):
 
     Args:
         loader: the user's.
-        order: of its samples, divided as with ddp: a round has a batch for each device of the declared world, and
-            ``len`` is the number of rounds.
-        seed: of augmentation.
+        batches: its batches; the number of their rounds is the length.
+        devices: of the declared world.
         begin: called with this loader when iteration starts; returns the batches to run.
         start: called with each batch's number before it is yielded.
-    """
 
-    _fetcher: Fetcher
+    Attributes:
+        batches, devices: as above.
+        finished: numbers that this rank reports of the pass; for streams, with their ends.
+        iterates: called when an iteration begins.
+        unbounded: whether the length of streams is a number that is never reached, instead of none, so that Lightning
+            reads no batch ahead.
+    """
 
     def __init__(
         self,
         loader: DataLoader[Any],
-        order: DataOrder,
-        seed: int,
-        begin: Callable[[Any], list[int]],
+        batches: PassBatches,
+        devices: int,
+        begin: Callable[[Any], Iterable[int]],
         start: Callable[[int], None],
     ) -> None:
         super().__init__(loader)
-        self.num_batches = 0
-        self.epoch = 0
-        self.devices = order.devices
-        self._order = order
+        self.batches = self._fetcher = batches
+        self.devices = devices
+        self.finished: set[int] = set()
+        self.iterates: Callable[[], None] = lambda: None
+        self.unbounded = False
         self._begin = begin
         self._start = start
-        self._planned: list[int] = []
-        self._fetcher = Fetcher(loader, order, seed, self._ahead)
 
     def __len__(self) -> int:
         self.taken()
-        return self._order.num_steps()
+        rounds = self.batches.rounds()
+        if rounds is not None:
+            return rounds
+        if not self.unbounded:
+            raise TypeError(f"{name_of(self._loader)} is a stream, which has no length")
+        return ENDS
 
-    def limit(self, per_device: int) -> None:
-        """Set the pass's batches from Lightning's limit for each device of the declared world."""
-        self.num_batches = min(self._order.num_micro_batches, per_device * self.devices)
+    def begin(self, epoch: int, most: float) -> None:
+        """Begin a pass.
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch for shuffled evaluation data."""
-        self.epoch = epoch
+        Args:
+            epoch: for shuffled data and random state.
+            most: Lightning's limit for each device of the declared world.
+        """
+        self.finished = set()
+        self.batches.begin(epoch, most)
+
+    def todo(self, reports: ReportSum, rank: int) -> Iterable[int]:
+        """Return this rank's share of the batches that are missing in the members' reports."""
+        return self.batches.todo(reports, rank, self.finished)
 
     def __iter__(self) -> Iterator[Any]:
         self.taken()
+        self.iterates()
         return Items(self._pass())
 
     def _pass(self) -> Iterator[Any]:
-        self._fetcher.end_epoch()
-        self._planned = self._begin(self)
-        for number in self._planned:
+        self.end()
+        for number in self._begin(self):
             batch = self.fetch(number)
             self._start(number)
             yield batch
 
     def fetch(self, number: int) -> Any:
         """One batch by number."""
-        return self._fetcher.get(self._order.place(self.epoch, number))
-
-    def indices(self, number: int) -> list[Any]:
-        """The data set indices of a batch."""
-        return self._order.indices(*self._order.place(self.epoch, number))
+        return self.batches.get(number)
 
     def end(self) -> None:
         """End the pass."""
-        self._fetcher.end_epoch()
-
-    def _ahead(self, start: Place) -> Iterator[Place]:
-        places = (self._order.place(self.epoch, number) for number in self._planned)
-        return (place for place in places if place >= start)
+        self.batches.end()
 
 
 class PassLoader(InPlace):

@@ -13,53 +13,20 @@ stream that is opened again begins there.
 
 from __future__ import annotations
 
-import copy
-import functools
 import hashlib
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch.utils.data import DataLoader
-
-from unicron_lightning.data.order import StepShape, is_stateful
-from unicron_lightning.data.seeding import place_seed, preserved, random_states, restore_random_states, seed_all
-from unicron_lightning.data.sources import name_of, same
-from unicron_lightning.errors import ConfigError, UnicronError
+from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.stream_reader import StreamChanged, StreamOpener, StreamReader, StreamState
 from unicron_lightning.worker import codec
 
 logger = logging.getLogger(__name__)
 
-STREAM: Final = 2
-"""Distinguishes the random state of streams from that of fetching and computing."""
 STATE_STEPS = 50
 """Steps between two states of a stream that all ranks keep, and thus the most that is skipped when it is opened."""
 _ANOTHER: Final = "another batch follows after load_state_dict"
-SeenAs = Callable[[int], AbstractContextManager[None]]
-"""A context in which this process has the rank of a device of the declared world."""
-
-
-class StreamChanged(UnicronError):
-    """A stream that was opened again has fewer batches than before."""
-
-
-@dataclass(frozen=True)
-class StreamState:
-    """State of a stream before one of its batches.
-
-    Attributes:
-        number: of the batch.
-        data: encoded state of loader and random numbers.
-        digest: of the batch.
-    """
-
-    number: int
-    data: bytes
-    digest: str
 
 
 class StreamEnds:
@@ -126,116 +93,24 @@ class StreamEnds:
         ]
 
 
-class _AsDevice:
-    """Starts a loader's worker process, which has a device's rank; picklable.
-
-    Args:
-        device, devices: rank and size of the declared world.
-        init: the user's ``worker_init_fn``, or Lightning's.
-    """
-
-    def __init__(self, device: int, devices: int, init: Callable[[int], None] | None) -> None:
-        self._device, self._devices = device, devices
-        if isinstance(init, functools.partial) and init.func is pl_worker_init_function:
-            init = functools.partial(pl_worker_init_function, rank=device)
-        self._init = init
-
-    def __call__(self, worker: int) -> None:
-        os.environ.update(RANK=str(self._device), WORLD_SIZE=str(self._devices))
-        if self._init is not None:
-            self._init(worker)
-
-
-class _Reader:
-    """One open stream.
-
-    Args:
-        loader: made for this stream.
-        seen_as: context with the stream's rank.
-        seed: of the stream's random state.
-        start: where to begin; by default at the stream's beginning.
-
-    Attributes:
-        next: number of the next batch.
-        used: the last step that needed the stream.
-    """
-
-    def __init__(
-        self,
-        loader: Any,
-        seen_as: Callable[[], AbstractContextManager[None]],
-        seed: int,
-        start: StreamState | None = None,
-    ) -> None:
-        self.next, state = (0, None) if start is None else (start.number, codec.decode(start.data))
-        self.used = 0
-        self._loader = loader
-        self._seen_as = seen_as
-        self._in_process = loader.num_workers == 0
-        with preserved(), seen_as():
-            seed_all(seed)
-            if state is not None:
-                self._loader.load_state_dict(state["loader"])
-            self._iterator: Iterator[Any] | None = iter(self._loader)
-            self._random = random_states(cuda=False) if state is None else state["random"]
-
-    def read(self) -> Any:
-        """Return the next batch.
-
-        Raises:
-            StopIteration: the stream has ended.
-        """
-        assert self._iterator is not None
-        if not self._in_process:
-            batch = next(self._iterator)
-        else:
-            with preserved(), self._seen_as():
-                restore_random_states(self._random)
-                batch = next(self._iterator)
-                self._random = random_states(cuda=False)
-        self.next += 1
-        return batch
-
-    def state(self) -> bytes:
-        """Return the state before the next batch, of a ``StatefulDataLoader``.
-
-        Raises:
-            NotPlainData: the data set's state is none that can be sent.
-        """
-        with preserved(), self._seen_as():
-            return codec.encode({"loader": self._loader.state_dict(), "random": self._random})
-
-    def close(self) -> None:
-        """End the stream's worker processes."""
-        iterator, self._iterator = self._iterator, None
-        shutdown = getattr(iterator, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
-
-
 class Streams:
-    """The streams of one data loader.
+    """The streams of one data loader in training.
 
     Args:
-        loader: the user's, over an iterable data set.
+        opener: opens them.
         shape: of the steps.
-        seed: of the streams' random state: the same for all, as under ddp.
         ends: receives the ends that are found.
-        seen_as: gives this process a device's rank.
     """
 
-    def __init__(self, loader: DataLoader[Any], shape: StepShape, seed: int, ends: StreamEnds, seen_as: SeenAs) -> None:
-        self._loader = loader
+    def __init__(self, opener: StreamOpener, shape: StepShape, ends: StreamEnds) -> None:
+        self._opener = opener
         self._declared = shape
         self._shape = shape.of(0)
-        self._seed = seed
         self._ends = ends
-        self._seen_as = seen_as
         self._epoch: int | None = None
         self._step = 0
-        self._open: dict[int, _Reader] = {}
+        self._open: dict[int, StreamReader] = {}
         self._held: dict[tuple[int, int], Any] = {}
-        self._has_states = is_stateful(loader)
 
     def get(self, epoch: int, stream: int, number: int) -> Any:
         """Return a batch of a stream; it is kept to the end of the step.
@@ -245,7 +120,7 @@ class Streams:
         """
         if not self._read_to(epoch, stream, number):
             raise StreamChanged(
-                f"{name_of(self._loader)}: stream {stream} of {self._shape.devices} ends after "
+                f"{self._opener.name}: stream {stream} of {self._shape.devices} ends after "
                 f"{self._ends.found.get(stream, number)} batches in epoch {epoch}, but batch {number} existed when it "
                 "was read before: expected a data set that yields the same samples each time"
             )
@@ -273,32 +148,19 @@ class Streams:
     close = end_epoch
 
     def check(self) -> Any:
-        """Return the first batch of the first stream, after reading it twice at the same time.
-
-        Raises:
-            ConfigError: the data set does not repeat itself.
-        """
-        one, other = self._reader(0, 0, workers=0), self._reader(0, 0, workers=0)
-        batches = [[_next(reader) for reader in (one, other)] for _ in range(2)]
-        if not all(same(first, second) for first, second in batches):
-            raise ConfigError(
-                f"{name_of(self._loader)} does not repeat itself: two iterators yield different "
-                "samples, so that a lost rank's could not be read again. Return a new, independent iterator from "
-                "__iter__, and take random numbers from Python, NumPy or torch's default generators, or from one that "
-                "is made and seeded in __iter__"
-            )
-        self._has_states = self._has_states and self._continues()
-        return batches[0][0]
+        """Return `StreamOpener.check`, and examine the states, if there are any."""
+        first = self._opener.check()
+        self._opener.stateful = self._opener.stateful and self._continues()
+        return first
 
     def _continues(self) -> bool:
         """Whether the first stream continues with its second batch from the state before it."""
-        workers = self._loader.num_workers
-        opened = [self._reader(0, 0, workers)]
+        opened = [self._opener.open(0, 0)]
         reason = ""
         try:
-            _next(opened[0])
-            opened.append(self._reader(0, 0, workers, StreamState(1, opened[0].state(), "")))
-            one, other = map(_next, opened)
+            opened[0].read_or_none()
+            opened.append(self._opener.open(0, 0, StreamState(1, opened[0].state(), "")))
+            one, other = (reader.read_or_none() for reader in opened)
             if _digest(one) != _digest(other):
                 reason = _ANOTHER
         except (codec.NotPlainData, NotImplementedError) as error:
@@ -310,7 +172,7 @@ class Streams:
         return not reason
 
     def _warn(self, reason: str) -> None:
-        logger.warning("stream_states_unused dataset=%s reason=%s", name_of(self._loader), reason)
+        logger.warning("stream_states_unused dataset=%s reason=%s", self._opener.name, reason)
 
     @property
     def _first(self) -> int:
@@ -322,7 +184,7 @@ class Streams:
             return
         self.end_epoch()
         self._epoch, self._step, self._shape = epoch, 0, self._declared.of(epoch)
-        set_epoch = getattr(self._loader.dataset, "set_epoch", None)
+        set_epoch = getattr(self._opener.loader.dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
 
@@ -355,55 +217,28 @@ class Streams:
                 self._held[place] = batch
         return (stream, number) in self._held
 
-    def _opened(self, epoch: int, stream: int, number: int) -> _Reader:
+    def _opened(self, epoch: int, stream: int, number: int) -> StreamReader:
         """Open a stream to read a batch: at the newest state before it, if the same batch follows as at first."""
-        workers, state = self._loader.num_workers, self._ends.states.get(stream)
-        if state is None or state.number > number or not self._has_states:
-            return self._reader(epoch, stream, workers)
-        reader = self._reader(epoch, stream, workers, state)
-        batch = _next(reader)
+        state = self._ends.states.get(stream)
+        if state is None or state.number > number or not self._opener.stateful:
+            return self._opener.open(epoch, stream)
+        reader = self._opener.open(epoch, stream, state)
+        batch = reader.read_or_none()
         if _digest(batch) == state.digest:
             if state.number >= self._first:
                 self._held[stream, state.number] = batch
             return reader
         reader.close()
-        self._has_states = False
+        self._opener.stateful = False
         self._warn(f"{_ANOTHER}, before batch {state.number} of stream {stream}")
-        return self._reader(epoch, stream, workers)
+        return self._opener.open(epoch, stream)
 
-    def _due_state(self, stream: int, reader: _Reader) -> bytes | None:
+    def _due_state(self, stream: int, reader: StreamReader) -> bytes | None:
         """Return a reader's state if the ranks are to keep it."""
         number, known = reader.next, self._ends.states.get(stream)
-        if not self._has_states or number == 0 or number % (STATE_STEPS * self._shape.accumulation):
+        if not self._opener.stateful or number == 0 or number % (STATE_STEPS * self._shape.accumulation):
             return None
         return reader.state() if known is None or number > known.number else None
-
-    def _reader(self, epoch: int, stream: int, workers: int, start: StreamState | None = None) -> _Reader:
-        own, devices = self._loader, self._shape.devices
-        several: dict[str, Any] = {}
-        make: Any = DataLoader
-        dataset = own.dataset
-        if self._has_states:
-            make, dataset = type(own), copy.deepcopy(dataset)  # the data set holds the state of one iterator
-            several["snapshot_every_n_steps"] = own.snapshot_every_n_steps  # type: ignore[attr-defined]
-        if workers > 0:
-            several |= {
-                "timeout": own.timeout,
-                "worker_init_fn": _AsDevice(stream, devices, own.worker_init_fn),
-                "multiprocessing_context": own.multiprocessing_context,
-                "prefetch_factor": own.prefetch_factor,
-            }
-        loader: DataLoader[Any] = make(
-            dataset,
-            batch_size=own.batch_size,
-            drop_last=own.drop_last,
-            collate_fn=own.collate_fn,
-            num_workers=workers,
-            pin_memory=own.pin_memory,
-            **several,
-        )
-        seed = place_seed(self._seed, STREAM, epoch)
-        return _Reader(loader, functools.partial(self._seen_as, stream), seed, start)
 
 
 def _plain(states: Mapping[int, StreamState]) -> dict[int, tuple[int, bytes, str]]:
@@ -417,11 +252,3 @@ def _digest(batch: Any) -> str:
         NotPlainData: it has anything else than plain data and tensors.
     """
     return hashlib.sha256(codec.encode(batch)).hexdigest()
-
-
-def _next(reader: _Reader) -> Any:
-    """Return the next batch, or None at the end."""
-    try:
-        return reader.read()
-    except StopIteration:
-        return None

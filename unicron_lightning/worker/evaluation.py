@@ -7,7 +7,7 @@ order, whatever the size of the world was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
@@ -21,35 +21,39 @@ def unfinished(batches: Sequence[int], reports: ReportSum) -> list[int]:
     return [number for number in batches if number not in reports.finished]
 
 
-def plan_evaluation(num_batches: int, reports: ReportSum, rank: int) -> list[int]:
-    """The batches for ``rank``: its share of those that no rank has run so far."""
-    return share(unfinished(range(num_batches), reports), rank, reports.world)
+def plan_evaluation(num_batches: int, reports: ReportSum, rank: int, finished: Collection[int]) -> list[int]:
+    """The batches for ``rank``: its share of those that no rank has run so far, without those in ``finished``."""
+    planned = share(unfinished(range(num_batches), reports), rank, reports.world)
+    return [number for number in planned if number not in finished]
 
 
 class Evaluation:
     """The end of a pass.
 
     Args:
-        num_batches: of the whole pass.
-        run: runs one batch, by number, and keeps its results.
-        finished: numbers of the batches that this rank has run so far; ``run`` adds to it.
+        todo: given the members' reports and this rank, returns the batches that this rank has yet to run, by number.
+        run: runs one of them and keeps its results.
+        finished: numbers that this rank reports: those of the batches that it has run so far; ``run`` adds to it.
         results: returns this rank's results as bytes, once no batch is missing.
     """
 
     name = "evaluation"
 
     def __init__(
-        self, num_batches: int, run: Callable[[int], None], finished: set[int], results: Callable[[], bytes]
+        self,
+        todo: Callable[[ReportSum, int], Iterable[int]],
+        run: Callable[[int], None],
+        finished: Collection[int],
+        results: Callable[[], bytes],
     ) -> None:
-        self._num_batches = num_batches
+        self._plan = todo
         self._run = run
         self._finished = finished
         self._results = results
-        self._todo: list[int] = []
+        self._todo: Iterable[int] = ()
 
     def plan(self, reports: ReportSum, rank: int) -> None:
-        planned = plan_evaluation(self._num_batches, reports, rank)
-        self._todo = [number for number in planned if number not in self._finished]
+        self._todo = self._plan(reports, rank)
 
     def attempt(self, engine: Engine) -> bytes:
         for number in self._todo:
