@@ -134,6 +134,7 @@ def test_a_transformer_is_modelled_on_the_clusters_accelerators() -> None:
     ("change", "words"),
     [
         ({"queued": {"a": task({1: 1.0})}}, "queued.a: also in tasks"),
+        ({"tasks": {}}, "tasks: {}: expected at least one task in tasks or queued"),
         ({"cluster": PlanClusterConfig(num_nodes=1, unit=0)}, "cluster.unit=0: expected a whole number of at least 1"),
         (
             {"cluster": PlanClusterConfig(nodes={"x": NodeConfig(num_accelerators=-1)})},

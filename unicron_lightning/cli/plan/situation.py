@@ -81,6 +81,8 @@ def situation_of(config: PlanConfig, folder: Path) -> Situation:
     twice = sorted(config.tasks.keys() & config.queued.keys())
     if twice:
         raise ConfigError(f"queued.{twice[0]}: also in tasks; expected a task in one of them")
+    if not config.tasks and not config.queued:
+        raise ConfigError("tasks: {}: expected at least one task in tasks or queued")
     nodes = nodes_of(config.cluster)
     ready = [node for node in nodes if node.state is NodeState.READY]
     num_workers = sum(node.num_accelerators for node in ready)
