@@ -89,6 +89,7 @@ def test_deaths_between_two_epochs(kind: str, tmp_path: Path, monkeypatch: pytes
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # webdataset's
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")  # litData's
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning")
 @pytest.mark.parametrize("kind", [*data_worker.KINDS, *libraries.MAKERS])
 def test_an_epoch_is_resumed_in_its_middle(kind: str, tmp_path: Path) -> None:
     """A world of one is resumed from a checkpoint within the second epoch."""
