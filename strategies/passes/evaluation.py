@@ -18,6 +18,7 @@ from unicron_lightning.data.pass_loaders import ENDS, EvaluationLoader
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype, merge_calls
 from unicron_lightning.strategies.metrics.step_metrics import State, StepMetrics
 from unicron_lightning.strategies.metrics.torch_metrics import merge_metric_states, set_common_aside
+from unicron_lightning.strategies.passes.loaders import order_seed
 from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
@@ -66,7 +67,7 @@ class Passes:
             )
 
     def loader(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape) -> EvaluationLoader:
-        batches = self._strategy.loaders.pass_batches(loader, self._strategy.seed)
+        batches = self._strategy.loaders.pass_batches(loader, self._strategy.seed, order_seed())
         return EvaluationLoader(loader, batches, shape.devices, self.begin, self.start_batch)
 
     def step(self, run: Callable[[], Any], args: Sequence[Any]) -> Any:

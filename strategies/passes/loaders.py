@@ -109,7 +109,7 @@ class Loaders:
             if self._predictions is None:
                 self._predictions = self._strategy.parallelism.predictions(trainer, self._strategy.engine)
             loader = unwrapped(loader)
-            made = PredictionLoader(loader, self.pass_batches(loader, seed), shape.devices, self._predictions)
+            made = PredictionLoader(loader, self.pass_batches(loader, seed, seed), shape.devices, self._predictions)
         else:
             made = self._strategy.parallelism.evaluation.loader(trainer, loader, shape)
         if not is_users:
@@ -126,17 +126,18 @@ class Loaders:
         self._made.append(made)
         return made
 
-    def pass_batches(self, loader: DataLoader[Any], seed: int) -> PassBatches:
+    def pass_batches(self, loader: DataLoader[Any], seed: int, shuffle_seed: int) -> PassBatches:
         """Return the batches of a loader in an evaluation, for workers that each hold the whole model.
 
         Args:
             loader: the user's.
-            seed: of augmentation.
+            seed: of augmentation and of streams' random state; equal on all members, also if the script's seeds differ.
+            shuffle_seed: of the order of data with an index.
         """
         shape = StepShape(devices=self._strategy.shape.devices, accumulation=1)
         if isinstance(loader.dataset, IterableDataset):
-            return StreamBatches(self._opener(loader, shape), shape.devices, self._reading)
-        return IndexedBatches(loader, DataOrder(loader, shape, order_seed()), seed)
+            return StreamBatches(self._opener(loader, shape, seed), shape.devices, self._reading)
+        return IndexedBatches(loader, DataOrder(loader, shape, shuffle_seed), seed)
 
     @property
     def training(self) -> StepLoader | CombinedSteps | None:
@@ -210,7 +211,7 @@ class Loaders:
             fetcher: Any = trainer.fit_loop._data_fetcher
             fetcher.prefetch_batches = 0
 
-        streams = Streams(self._opener(loader, shape), shape, ends)
+        streams = Streams(self._opener(loader, shape, order_seed()), shape, ends)
         return StreamLoader(
             loader,
             shape,
@@ -225,8 +226,8 @@ class Loaders:
             reading=self._reading,
         )
 
-    def _opener(self, loader: DataLoader[Any], shape: StepShape) -> StreamOpener:
-        return StreamOpener(loader, shape.devices, order_seed(), partial(self._strategy.seen_as, size=shape.devices))
+    def _opener(self, loader: DataLoader[Any], shape: StepShape, seed: int) -> StreamOpener:
+        return StreamOpener(loader, shape.devices, seed, partial(self._strategy.seen_as, size=shape.devices))
 
     def _reading(self) -> AbstractContextManager[None]:
         return self._strategy.engine.activity.during("data")

@@ -1,7 +1,9 @@
 """A training and validations on iterable data sets that count how often each sample is used.
 
 Under torchrun agents: ``stream_worker.py FOLDER``, with ``$STREAM_WORKERS`` worker processes for the data. With
-``$STREAM_STATES`` the loader is a StatefulDataLoader, whose state is kept every four steps.
+``$STREAM_STATES`` the loader is a StatefulDataLoader, whose state is kept every four steps. With ``$STREAM_ALONE``
+there is no training: a validation, a test and a prediction, each over streams and over a map-style data set.
+``$STREAM_DEATHS``, e.g. ``validate-1 test-0``, names stages and ranks: a rank kills itself in its third batch.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import SumMetric
 
@@ -31,8 +35,10 @@ SAMPLES = 290
 """Streams of 97, 97 and 96 samples: 25, 25 and 24 batches, 13 steps."""
 EVALUATED = 85
 """Streams of 29, 28 and 28 samples: 8, 7 and 7 batches without worker processes, 8 each with two."""
+INDEXED = 50
+"""Samples of the map-style data set; their numbers follow those of the streams."""
 PACE_SECONDS = 0.05
-EVALUATION_SECONDS = 0.15
+EVALUATION_SECONDS = 0.05
 INCOMPLETE_SECONDS = 30.0
 """Most additional time of a step in a smaller world, so that a replacement can join before the end; a newer epoch ends
 it.
@@ -55,6 +61,14 @@ class Numbers(IterableDataset[torch.Tensor]):
         part, parts = (rank, world) if worker is None else (rank + world * worker.id, world * worker.num_workers)
         order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch))
         yield from order[part::parts]
+
+
+class Shuffled(Numbers):
+    """`Numbers` in an order that random numbers of the process decide."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        own = torch.stack(list(super().__iter__()))
+        yield from own[torch.randperm(len(own))]
 
 
 class Resumable(Numbers):
@@ -81,13 +95,15 @@ class Resumable(Numbers):
 
 
 class Evaluates(pl.LightningModule):
-    """Logs sums over all batches of a validation."""
+    """Logs sums over all batches of an evaluation, and returns predicted samples."""
 
     folder: Path
+    deaths: Sequence[str] = ()
 
     def __init__(self) -> None:
         super().__init__()
         self.total = SumMetric()
+        self.evaluations: Counter[str] = Counter()
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         numbers = self.evaluated(batch, dataloader_idx)
@@ -97,6 +113,11 @@ class Evaluates(pl.LightningModule):
         if dataloader_idx == 0:
             self.log("total", self.total, on_step=False, on_epoch=True)
 
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+        return self.evaluated(batch, dataloader_idx)
+
     def evaluated(self, batch: Any, loader: int) -> torch.Tensor:
         """Return the numbers of the samples in a batch, after noting them."""
         numbers: torch.Tensor = batch if isinstance(batch, torch.Tensor) else batch[0]
@@ -104,8 +125,18 @@ class Evaluates(pl.LightningModule):
             stage = self.trainer.state.stage
             assert stage is not None
             self.note("evaluated", stage=stage.value, epoch=self.current_epoch, loader=loader, numbers=numbers.tolist())
+            self.die(stage.value)
             time.sleep(EVALUATION_SECONDS)
         return numbers
+
+    def die(self, stage: str) -> None:
+        """Kill this process in its third batch of a stage, if it is to die there; its successor does not."""
+        self.evaluations[stage] += 1
+        place = f"{stage}-{self.global_rank}"
+        if self.evaluations[stage] == 3 and place in self.deaths:
+            (self.folder / f"died-{place}").touch()
+            self.note("dies", stage=stage)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_validation_end(self) -> None:
         if not self.trainer.sanity_checking:
@@ -127,6 +158,8 @@ class Counting(Evaluates):
         self.counts = nn.Embedding(size, 1, _weight=torch.zeros(size, 1))
         self.folder = folder
         self.paced = paced
+        if not list(folder.glob("died-*")):
+            self.deaths = os.environ.get("STREAM_DEATHS", "").split()
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.paced:
@@ -174,8 +207,23 @@ def main() -> None:
     )
     streams_of = DataLoader[torch.Tensor] if not os.environ.get("STREAM_STATES") else StatefulDataLoader
     evaluated = streams_of(Numbers(EVALUATED), batch_size=BATCH, num_workers=workers)
+    if os.environ.get("STREAM_ALONE"):
+        evaluate(trainer, module, DataLoader(Shuffled(EVALUATED), batch_size=BATCH, num_workers=workers))
+        return
     trainer.fit(module, loader, evaluated)
     module.note("result", counts=module.counted())
+
+
+def evaluate(trainer: pl.Trainer, module: Counting, streams: DataLoader[torch.Tensor]) -> None:
+    """Run each kind of evaluation, without a training before it, in processes with different seeds."""
+    pl.seed_everything(os.getpid(), verbose=False)
+    for stage in ("validate", "test", "predict"):
+        numbers = TensorDataset(EVALUATED + torch.arange(INDEXED))
+        indexed = DataLoader(numbers, batch_size=BATCH, shuffle=stage == "predict")
+        results: Any = getattr(trainer, stage)(module, [streams, indexed])
+        if stage == "predict":
+            results = [[batch.tolist() for batch in part] for part in results]
+        module.note("result", stage=stage, values=results)
 
 
 if __name__ == "__main__":
