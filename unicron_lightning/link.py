@@ -9,6 +9,7 @@ import asyncio
 import ipaddress
 import random
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
@@ -165,3 +166,19 @@ async def _addresses(host: str, port: int) -> list[str]:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(each[4][0]) for each in found))
     return [host]
+
+
+async def end_tasks(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancel tasks of a connection and wait for their ends; errors of a connection that has ended are no errors.
+
+    The caller's own cancellation is raised as usual. ``await task`` in ``suppress(CancelledError)`` would take it for
+    the task's, and the caller would go on for ever.
+    """
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, OSError | aiohttp.ClientError):
+            raise error

@@ -19,6 +19,7 @@ from unicron_lightning.cli.node import Tail
 from unicron_lightning.cli.top import Speeds
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job, problem
+from unicron_lightning.link import end_tasks
 from unicron_lightning.node.command import activated, hand_token, torchrun_command, torchrun_environment
 from unicron_lightning.node.daemon import Daemon
 from unicron_lightning.node.logs import LogPipe, RotatingFile
@@ -408,3 +409,25 @@ async def test_a_launch_in_a_slot_that_the_node_does_not_have_fails_alone(tmp_pa
 def test_a_job_of_usual_size_can_be_launched() -> None:
     job = Job(name="j", command=["train.py", "--x", "a" * 10_000], environment={"A": "é" * 1000}, folder="/tmp")
     assert problem(job) is None
+
+
+async def test_a_link_that_is_cancelled_while_its_connection_ends_is_cancelled() -> None:
+    ending = asyncio.Event()
+
+    async def write() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await asyncio.sleep(0)
+
+    async def connected() -> None:
+        writer = asyncio.create_task(write())
+        await asyncio.sleep(0)
+        await end_tasks([writer])
+
+    link = asyncio.create_task(connected())
+    await ending.wait()
+    link.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await link

@@ -7,7 +7,6 @@ has the whole state.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any, Final
@@ -18,7 +17,7 @@ import msgspec
 from unicron_lightning import wire
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnproven, SessionRefused
-from unicron_lightning.link import open_socket, retry_delay
+from unicron_lightning.link import end_tasks, open_socket, retry_delay
 from unicron_lightning.tls import PLAIN, Trust
 from unicron_lightning.wire.daemon import NodeHello, NodeReport, NodeRun, decode_to_node
 
@@ -102,9 +101,7 @@ class NodeLink:
                 async for frame in socket:
                     self._take(frame)
             finally:
-                writer.cancel()
-                with contextlib.suppress(asyncio.CancelledError, OSError, aiohttp.ClientError):
-                    await writer
+                await end_tasks([writer])
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse[Any]) -> None:
         while True:

@@ -32,7 +32,7 @@ from unicron_lightning.agent.link.outbox import Outbox
 from unicron_lightning.credentials import Token
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven
-from unicron_lightning.link import open_socket, retry_delay
+from unicron_lightning.link import end_tasks, open_socket, retry_delay
 from unicron_lightning.tls import PLAIN, Trust
 
 logger = logging.getLogger(__name__)
@@ -204,10 +204,7 @@ class CoordinatorSession:
                     if not isinstance(message, wire.Beat):
                         self._hooks.received(message)
             finally:
-                for task in tasks:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, OSError, aiohttp.ClientError):
-                        await task
+                await end_tasks(tasks)
         return False
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse[Any]) -> None:
