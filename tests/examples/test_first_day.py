@@ -48,7 +48,8 @@ def shows(expected: list[str], output: str) -> bool:
 def read(shell: subprocess.Popen[str], command: str) -> str:
     """Return the output of a command in the shell."""
     assert shell.stdout is not None
-    late = threading.Timer(MOST_SECONDS, shell.kill)
+    # With its background processes: they hold the pipe open, and the shell leads their group.
+    late = threading.Timer(MOST_SECONDS, os.killpg, (shell.pid, signal.SIGKILL))
     late.start()
     try:
         lines = []
