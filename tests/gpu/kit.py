@@ -48,7 +48,7 @@ def run(
     world: int,
     *,
     lost: int = 0,
-    seconds: float = 200.0,
+    seconds: float = 120.0,
     store: dist.TCPStore | None = None,
     extra: Mapping[str, str] | None = None,
     settled: bool = True,

@@ -338,9 +338,9 @@ class LocalCluster:
         path = self.state_dir / "coordinator.sqlite"
         if not path.exists():
             return []
-        query = "SELECT at, name, task, incident, fields FROM events WHERE ?1 IS NULL OR coalesce(task, ?1) = ?1"
+        query = "SELECT at, name, task, incident, fields FROM events WHERE ? IS NULL OR coalesce(task, ?) = ?"
         with contextlib.closing(sqlite3.connect(path, timeout=10)) as database:
-            rows = database.execute(f"{query} ORDER BY seq", (only,)).fetchall()
+            rows = database.execute(f"{query} ORDER BY seq", [only] * 3).fetchall()
         keys = ("at", "name", "task", "incident")
         return [
             {**dict(zip(keys, row[:-1], strict=True)), "fields": json.loads(row[-1])}
