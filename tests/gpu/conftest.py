@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu import kit, report
 
+LEAN = Path(__file__).parents[1] / "lean"
 _rows: dict[str, report.Row] = {}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def usual_processes(lean_processes: None) -> Iterator[None]:
+    """Import all packages as usual: a GPU machine may have some that need what lean processes hide, and one item
+    compiles.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].removeprefix(str(LEAN)).removeprefix(os.pathsep))
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -87,7 +87,13 @@ def run(
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
-    return [json.loads(output.splitlines()[-1]) if output.strip() else {} for output in outputs]
+    return [_measured(output) for output in outputs]
+
+
+def _measured(output: str) -> dict[str, Any]:
+    """What a rank measured, from its output, in which NCCL's warnings may stand."""
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {}
 
 
 def versions() -> dict[str, str]:
