@@ -93,8 +93,10 @@ def test_kills_in_a_step(tmp_path: Path, references: Any, record_property: Recor
     ],
 )
 def test_kills_in_other_precisions(
-    different: dict[str, Any], tmp_path: Path, references: Any, record_property: Record
+    different: dict[str, Any], tmp_path: Path, references: Any, record_property: Record, request: pytest.FixtureRequest
 ) -> None:
+    if "compile" in different:
+        request.getfixturevalue("with_compiler")
     settings = on_device(**different)
     record_property("differences", heals(tmp_path, KILLS[::2], settings, references(settings)))
 

@@ -10,7 +10,7 @@ again and again during the imports, and once more at the end. Whatever is create
 Lightning imports torch's compiler for a check of types, and torch does before an optimizer's first step. It is imported
 when something is compiled: `Deferred` answers what code asks that compiles nothing. Megatron decorates some thirty
 functions with ``torch.compile`` while it is imported: each is compiled when it is first called. With the environment
-variable ``UNICRON_TEST_COMPILER`` all this is as usual.
+variable ``UNICRON_TEST_COMPILER`` all this is as usual. ``UNICRON_TEST_HIDDEN`` names further packages to hide.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-HIDDEN = frozenset() if os.environ.pop("UNICRON_TEST_FIGURES", None) else frozenset({"matplotlib", "scipy"})
+FIGURES = () if os.environ.pop("UNICRON_TEST_FIGURES", None) else ("matplotlib", "scipy")
+HIDDEN = frozenset((*FIGURES, *os.environ.get("UNICRON_TEST_HIDDEN", "").split()))
 IMPORTED = frozenset({"unicron_lightning.agent.handler", "unicron_lightning.worker.engine"})
 """Modules of agents and workers that import Lightning or torch before them."""
 USUAL = gc.get_threshold()

@@ -75,7 +75,9 @@ class GradientStep:
         self._in_flight: dict[int, Handle] = {}
         self._used: Communicator | None = None
         self._held: dict[int, Communicator] = {}
-        """Buckets into which an aborted communicator may still write."""
+        """Buckets into which an aborted communicator may still write: NCCL takes half a second to abort, meanwhile the
+        lost micro-batches are computed.
+        """
         self._plan: StepPlan | None = None
         self._engine: Engine | None = None
         self._attempts = 0
@@ -93,7 +95,6 @@ class GradientStep:
         plan = self._plan
         assert plan is not None
         self._engine, self._aborted, self._used = engine, False, engine.communicator
-        self._reclaim()
         self._take_held(engine, plan)
         self._compute(engine, plan)
         self._await_device(engine)
@@ -133,18 +134,12 @@ class GradientStep:
         assert self._engine is not None
         adopt_commit(self._engine, self._sums, result)
 
-    def _reclaim(self) -> None:
-        """Make the buckets of aborted reductions usable again, with the same memory if the library has released it."""
-        for index, communicator in self._held.items():
-            if not communicator.released(RELEASE_SECONDS):
-                self._buckets[index].renew()
-        self._held.clear()
-
     def _take_held(self, engine: Engine, plan: StepPlan) -> None:
         """Copy buckets that are complete on some ranks from there: they include the dead rank's part."""
         communicator = engine.communicator
         for index, holder in plan.held:
             if index not in self._reduced:
+                self._held.pop(index, None)
                 self._buckets[index].renew()
             communicator.wait(communicator.broadcast(self._buckets[index].reduced, holder))
             self._reduced.add(index)
@@ -184,6 +179,8 @@ class GradientStep:
     def _launch(self, index: int) -> None:
         assert self._engine is not None
         bucket = self._buckets[index]
+        if (held := self._held.pop(index, None)) is not None and not held.released(RELEASE_SECONDS):
+            bucket.renew()
         bucket.load()
         self._in_flight[index] = self._engine.communicator.all_reduce(bucket.reduced)
         self._engine.fault("launched", self._engine.step, index)

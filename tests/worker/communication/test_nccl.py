@@ -133,6 +133,17 @@ def test_a_slow_abort_holds_up_neither_its_caller_nor_the_waiter() -> None:
     two.close()
 
 
+def test_a_bucket_that_is_ready_during_a_slow_abort_does_not_wait_for_it() -> None:
+    two = Pair(abort_seconds=3.0)
+    two.first.abort("epoch 2")
+    time.sleep(0.1)
+    began = time.monotonic()
+    with pytest.raises(CommunicatorAborted, match="epoch 2"):
+        two.first.all_reduce(torch.ones(3))
+    assert time.monotonic() - began < SOON
+    two.close()
+
+
 def test_no_rank_of_a_host_frees_buffers_before_all_abort() -> None:
     two = Pair(abort_seconds=0.1)
     for rank in range(2):

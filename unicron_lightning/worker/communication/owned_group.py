@@ -27,6 +27,8 @@ SHARED_DEVICE: Final = "Duplicate GPU detected"
 """NCCL's message when two ranks of a host use the same GPU; no later attempt can succeed."""
 ENQUEUE_SECONDS: Final = 1.0
 """Time that the owner gives a collective being enqueued before it aborts the group."""
+TURN_SECONDS: Final = 0.01
+"""Period in which a caller that is to enqueue looks for an abort, for the whole of which the owner keeps others out."""
 
 
 _owners: list[threading.Thread] = []
@@ -154,18 +156,25 @@ class OwnedGroup:
             CommunicatorAborted: the group is aborted, or the library reports an error.
             RuntimeError: an error of the accelerator, after which the process cannot continue.
         """
-        with self._enqueuing:
+        while not self._enqueuing.acquire(timeout=TURN_SECONDS):
             self._check()
-            try:
-                handle = OwnedHandle(begin(self._group), tensor)
-            except RuntimeError as error:
-                self._fail(error)
-                self._check()
-                raise
+        try:
+            self._check()
+            handle = self._begin(begin, tensor)
+        finally:
+            self._enqueuing.release()
         with self.gate.condition:
             self._on_the_way.append(handle)
             self.gate.condition.notify_all()
         return handle
+
+    def _begin(self, begin: Callable[[Any], GroupWork], tensor: Tensor) -> OwnedHandle:
+        try:
+            return OwnedHandle(begin(self._group), tensor)
+        except RuntimeError as error:
+            self._fail(error)
+            self._check()
+            raise
 
     def wait(self, handle: OwnedHandle) -> None:
         """Wait for a collective, or an abort.
