@@ -87,11 +87,11 @@ def run(
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
-    return [_measured(output) for output in outputs]
+    return [measured_in(output) for output in outputs]
 
 
-def _measured(output: str) -> dict[str, Any]:
-    """What a rank measured, from its output, in which NCCL's warnings may stand."""
+def measured_in(output: str) -> dict[str, Any]:
+    """Return what a rank measured from its output, which may contain warnings of NCCL."""
     lines = [line for line in output.splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if lines else {}
 

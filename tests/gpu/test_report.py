@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu import report
+from gpu import kit, report
 
 DOCUMENT = f"Before.\n\n{report.BEGIN}\n{report.END}\n\nAfter.\n"
 
@@ -24,3 +24,9 @@ def test_rows_are_replaced_and_sorted() -> None:
 def test_document_without_a_table_is_refused() -> None:
     with pytest.raises(ValueError, match="kit: begin"):
         report.merged("nothing", {})
+
+
+def test_warnings_of_nccl_on_stdout_are_no_measurements() -> None:
+    warning = "[2026-11-26 10:51:45] vm:1182:1254 [0] misc/socket.cc:72 NCCL WARN Connection closed by remote peer"
+    assert kit.measured_in(f'{warning}\n{{"total": 3.0}}\n{warning}\n') == {"total": 3.0}
+    assert kit.measured_in(warning) == {}

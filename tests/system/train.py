@@ -369,7 +369,7 @@ def main() -> None:
         num_nodes=settings["nodes"],
         accumulate_grad_batches=settings["accumulation"],
         max_epochs=settings["epochs"],
-        gradient_clip_val=0.5,
+        gradient_clip_val=None if settings["fused"] else 0.5,  # Lightning refuses both together
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

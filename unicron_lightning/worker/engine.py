@@ -166,6 +166,7 @@ class Engine:
         self._world = World(epoch=0, kind="init", rank=0, size=1, hold=False)
         self._position = 0
         self._last_result = b""
+        self._interruption = ""
         self._pending: ReportSum | None = None
         if control is None:
             self._communicator = SoloCommunicator()
@@ -240,7 +241,7 @@ class Engine:
                 break
             except (CommunicatorAborted, EpochChanged) as error:
                 logger.debug("operation_interrupted name=%s reason=%s", operation.name, error)
-                failed = True
+                failed, self._interruption = True, str(error)
         self._position += 1
         self._last_result = result
         return result
@@ -281,6 +282,7 @@ class Engine:
                     return self._enter(epoch, operation, started)
                 except (CommunicatorAborted, EpochChanged) as error:
                     logger.debug("recovery_interrupted epoch=%d reason=%s", epoch.number, error)
+                    self._interruption = str(error)
 
     def _newest_epoch(self, operation: Operation) -> wire.Epoch:
         """The epoch to enter; a pending join is entered only at a step boundary, by its own operation."""
@@ -294,7 +296,9 @@ class Engine:
 
         if not due() and number > 0:
             # Connections broke without a known failure so far: only the coordinator decides about failures.
-            control.send(wire.CommError(worker=control.worker, epoch=number, error="collective failed"))
+            control.send(
+                wire.CommError(worker=control.worker, epoch=number, error=self._interruption.partition("\n")[0][:200])
+            )
         with control.condition:
             control.condition.wait_for(due)
             epoch = control.newer_than(number)
