@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
 from unicron_lightning import LocalCluster
+from unicron_lightning.coordinator.storage.store import Store
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 from unicron_lightning.local_cluster.processes import MARK, lives, until
 
@@ -46,6 +48,16 @@ def test_kill_stop_drain_add_and_end(tmp_path: Path) -> None:
         assert cluster.wait_exit() == {"node0": 0, "node1": 0, "node2": -signal.SIGKILL}
         assert "stop_ordered" in cluster.log("node0"), "drained"
     assert not cluster.processes.alive() and not cluster.temporary.exists() and tmp_path.exists()
+
+
+def test_events_while_a_coordinator_makes_its_database(tmp_path: Path) -> None:
+    with closing(LocalCluster([TOY], folder=tmp_path)) as cluster:
+        assert cluster.events() == []
+        cluster.state_dir.mkdir()
+        (cluster.state_dir / "coordinator.sqlite").touch()
+        assert cluster.events() == []
+        with closing(Store(cluster.state_dir)):
+            assert cluster.events("recovered") == []
 
 
 @pytest.mark.chaos
@@ -104,6 +116,7 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from unicron_lightning import LocalCluster
+from unicron_lightning.coordinator.storage.store import Store
 with LocalCluster(folder=Path({str(tmp_path)!r})) as cluster:
     print(cluster.processes.environment[{MARK!r}], flush=True)
     input()

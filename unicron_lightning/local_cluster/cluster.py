@@ -340,6 +340,8 @@ class LocalCluster:
             return []
         query = "SELECT at, name, task, incident, fields FROM events WHERE ? IS NULL OR coalesce(task, ?) = ?"
         with contextlib.closing(sqlite3.connect(path, timeout=10)) as database:
+            if not database.execute("SELECT name FROM sqlite_master WHERE name = 'events'").fetchall():
+                return []  # a coordinator that starts has made the file, and no table yet
             rows = database.execute(f"{query} ORDER BY seq", [only] * 3).fetchall()
         keys = ("at", "name", "task", "incident")
         return [
