@@ -13,12 +13,12 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.lightning_root import is_other, refuse
 
 
-def check_trainer(trainer: pl.Trainer, *, whole: bool) -> None:
+def check_trainer(trainer: pl.Trainer, *, scheduled: bool) -> None:
     """Refuse trainer settings that depend on the world.
 
     Args:
         trainer: of the run.
-        whole: whether each worker holds the whole model.
+        scheduled: whether the global batch may follow a schedule.
 
     Raises:
         ConfigError: naming the setting.
@@ -26,11 +26,11 @@ def check_trainer(trainer: pl.Trainer, *, whole: bool) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if is_other(callback):
             raise refuse(f"the callback {type(callback).__qualname__}")
-        if isinstance(callback, GradientAccumulationScheduler) and not whole:
+        if isinstance(callback, GradientAccumulationScheduler) and not scheduled:
             raise ConfigError(
-                f"GradientAccumulationScheduler(scheduling={callback.scheduling}) changes the global batch, by which "
-                "workers that hold the model together are laid out: set Trainer(accumulate_grad_batches=...), or use "
-                'Trainer(strategy="unicron")'
+                f"GradientAccumulationScheduler(scheduling={callback.scheduling}) changes the global batch, but M is "
+                "in Megatron's configuration: set Trainer(accumulate_grad_batches=...), or use "
+                'Trainer(strategy="unicron_fsdp")'
             )
         if isinstance(callback, BatchSizeFinder):
             raise ConfigError(

@@ -182,7 +182,7 @@ class FaultTolerantStrategy(CollectingStrategy):
     def setup_environment(self) -> None:
         trainer, parallelism = self.module.trainer, self.parallelism
         parallelism.check(trainer)
-        check_trainer(trainer, whole=parallelism.whole)
+        check_trainer(trainer, scheduled=parallelism.scheduled)
         self.loaders.attend(trainer)
         if self._shape is None:
             self._shape = declare(trainer, self._num_micro_batches, parallelism.shards, self.schedule)

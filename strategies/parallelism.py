@@ -154,6 +154,7 @@ class Parallelism(ABC):
         whole: whether each worker holds all of it, so that the workers can be compared, and are torch's default group.
         shuffles: whether training data is shuffled as under ddp.
         shards: devices that compute a micro-batch together, in the declared world.
+        scheduled: whether the number of a step's micro-batches may depend on the data epoch.
         optimizes_manually: whether modules may have ``automatic_optimization=False``.
         manual: runs the steps of such a module while it trains.
         steps, evaluation, checkpoints: its parts.
@@ -163,6 +164,7 @@ class Parallelism(ABC):
     whole: bool
     shuffles: bool
     shards: int
+    scheduled = True
     optimizes_manually = False
     manual: ManualSteps | None = None
     steps: StepRunner

@@ -178,8 +178,11 @@ class FsdpParallel(Parallelism):
             self.member.fabric.stepped()
 
     def built(self) -> None:
-        engine, rows = self.strategy.engine, self.rows(range(self.strategy.shape.micro_batches))
-        self.steps.begin_fit(balance_of(engine, lambda: rows) if self._rebalance else None)
+        self.steps.begin_fit(balance_of(self.strategy.engine, self._all_rows) if self._rebalance else None)
+
+    def _all_rows(self) -> int:
+        """Number of rows of a whole step of the present epoch."""
+        return self.rows(range(self.strategy.shape.of(self.strategy.trainer.current_epoch).micro_batches))
 
     def found(self, *, resumes: bool) -> None:
         self._build()

@@ -54,6 +54,7 @@ class MegatronParallel(Parallelism):
     """
 
     whole = False
+    scheduled = False
     shuffles = False
     steps: StageSteps
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,6 +31,8 @@ SHARDS = 2
 SECOND = 60
 """Samples of the second loader; their numbers follow those of the first."""
 SIZE = SAMPLES + SECOND
+SCHEDULE = {0: ROUNDS, 1: 1}
+"""Rounds of a step in each epoch, of the kind "scheduled"."""
 
 DEATHS = {("end", 0): 0, ("start", 1): 1}
 """Ranks that die in the hooks at the end of the first epoch and at the start of the second."""
@@ -67,6 +69,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "several": lambda folder: {"first": numbers(), "second": second()},
     "max_size": lambda folder: CombinedLoader([numbers(), second()], "max_size"),
     "min_size": lambda folder: CombinedLoader([numbers(), second(1)], "min_size"),
+    "scheduled": lambda folder: numbers(),
     "sequence": lambda folder: BatchesOf(torch.arange(SAMPLES).split(BATCH)),
     "reopened": lambda folder: Reopenable(),
     "stream": lambda folder: DataLoader(Numbers(SAMPLES), batch_size=BATCH),
@@ -88,6 +91,8 @@ def expected(kind: str) -> list[float]:
         case "several":  # the first loader has 74 batches, in whole rounds and one of two; the second has ten
             rest = [7 + (number < 74 % 10) for number in range(10)]
             return counts + [float(EPOCHS * rest[sample // 6]) for sample in range(SECOND)]
+        case "scheduled":  # a sample of a smaller step has more weight
+            return [float(sum(ROUNDS / rounds for rounds in SCHEDULE.values()))] * SAMPLES
         case "max_size":
             return counts + [float(EPOCHS)] * SECOND
         case "min_size":
@@ -144,9 +149,10 @@ def found(batch: Any) -> Iterator[Tensor]:
             yield from found(part)
 
 
-def trainer_of(folder: Path, strategy: str = "unicron", **settings: Any) -> pl.Trainer:
+def trainer_of(folder: Path, kind: str = "", strategy: str = "unicron", **settings: Any) -> pl.Trainer:
     from unicron_lightning import UnicronFSDPStrategy
 
+    saving = ModelCheckpoint(folder / "saved", "{step}", every_n_train_steps=5, save_top_k=-1)
     return pl.Trainer(
         strategy=UnicronFSDPStrategy(shard_size=SHARDS) if strategy == "unicron_fsdp" else strategy,
         accelerator="cpu",
@@ -156,7 +162,7 @@ def trainer_of(folder: Path, strategy: str = "unicron", **settings: Any) -> pl.T
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ModelCheckpoint(folder / "saved", "{step}", every_n_train_steps=5, save_top_k=-1)],
+        callbacks=[saving, GradientAccumulationScheduler(SCHEDULE)] if kind == "scheduled" else [saving],
         **{"max_epochs": EPOCHS} | settings,
     )
 
@@ -165,7 +171,7 @@ def main() -> None:
     folder, kind = Path(sys.argv[1]), os.environ["DATA_KIND"]
     made = folder / "data"
     made.mkdir(exist_ok=True)
-    module, trainer = Kinds(folder), trainer_of(folder, os.environ["DATA_STRATEGY"])
+    module, trainer = Kinds(folder), trainer_of(folder, kind, os.environ["DATA_STRATEGY"])
     trainer.fit(module, data(kind, made))
     shard = getattr(trainer.strategy, "fabric", None)
     module.note("result", counts=module.counted(), shard=0 if shard is None else shard.own_shard)

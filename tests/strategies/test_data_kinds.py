@@ -96,10 +96,10 @@ def test_an_epoch_is_resumed_in_its_middle(kind: str, tmp_path: Path) -> None:
     if kind in libraries.MAKERS:
         need(kind)
     first = data_worker.Kinds(tmp_path, paced=False)
-    data_worker.trainer_of(tmp_path, max_steps=19).fit(first, data_worker.data(kind, tmp_path))
+    data_worker.trainer_of(tmp_path, kind, max_steps=19).fit(first, data_worker.data(kind, tmp_path))
     again = data_worker.Kinds(tmp_path, paced=False)
     saved = tmp_path / "saved/step=15.ckpt"
-    resumed = data_worker.trainer_of(tmp_path)
+    resumed = data_worker.trainer_of(tmp_path, kind)
     resumed.fit(again, data_worker.data(kind, tmp_path), ckpt_path=saved, weights_only=False)
     counts = data_worker.expected(kind)
     assert again.counted()[: len(counts)] == counts

@@ -155,7 +155,9 @@ def test_fewer_workers_than_torchrun_may_start(monkeypatch: pytest.MonkeyPatch) 
         fit(Counting(), num_nodes=2, devices=1, rounds={0: 2, 1: 1})
 
 
-def test_a_model_that_is_spread_over_workers() -> None:
+def test_a_model_of_megatron() -> None:
     trainer = pl.Trainer(accelerator="cpu", callbacks=[GradientAccumulationScheduler({2: 4})], logger=False)
-    with pytest.raises(ConfigError, match=r"scheduling=\{2: 4, 0: 1\}\) changes .* Trainer\(strategy=\"unicron\"\)"):
-        check_trainer(trainer, whole=False)
+    with pytest.raises(
+        ConfigError, match=r"scheduling=\{2: 4, 0: 1\}\) changes .* Trainer\(strategy=\"unicron_fsdp\"\)"
+    ):
+        check_trainer(trainer, scheduled=False)
