@@ -1,6 +1,6 @@
 """Compares ``unicron`` with Lightning's own strategies over a table of scenarios (``tests/conformance``).
 
-    python benchmarks/scenarios.py [--list] [--pairs [--without-errors]] [SCENARIO...]
+    python benchmarks/scenarios.py [--list] [--pairs [--without-errors | --errors-only]] [SCENARIO...]
 
 Each scenario is a short script. It runs in this process under Lightning's strategy for one device (or ddp with one
 process) and under ``unicron``, and all that was observed is compared: hooks with counters and stages, parameters,
@@ -10,7 +10,7 @@ documented behaviour; they are not Lightning's own tests.
 With ``--pairs``, each runs in two processes, under ddp and under ``unicron`` with two nodes, and the records of both
 ranks are compared. There are as many samples for each rank as in one process, and values are logged with
 ``sync_dist=True``. A worker whose run is ended by an error has left its task, so that each such scenario needs new
-processes; ``--without-errors`` leaves them out.
+processes; ``--without-errors`` leaves them out, and ``--errors-only`` runs only them.
 
 The exit status is 1 if a scenario differs that
 ``tests/conformance/documented.py`` does not name, if one differs at another place than is named there, or if one that
@@ -62,12 +62,17 @@ def compared(chosen: dict[str, Scenario]) -> Iterator[tuple[str, list[Found]]]:
         yield name, list(differences(run(scenario, "unicron"), run(scenario, scenario.reference)))
 
 
-def compared_in_pairs(chosen: dict[str, Scenario], *, errors: bool) -> Iterator[tuple[str, list[Found]]]:
-    """Run scenarios in pairs of processes; yield the differences of both ranks."""
+def compared_in_pairs(chosen: dict[str, Scenario], *, errors: bool | None) -> Iterator[tuple[str, list[Found]]]:
+    """Run scenarios in pairs of processes; yield the differences of both ranks.
+
+    Args:
+        chosen: scenarios by name.
+        errors: True, only those in which an error ends a run under ddp; False, only the others; None, all.
+    """
     out = Path(tempfile.mkdtemp(prefix="pairs-")).resolve()
     theirs = run_pairs("ddp", list(chosen), out / "ddp")
     broken = {name for name, each in theirs.items() if any(record is None or record[BROKEN_OFF] for record in each)}
-    names = [name for name in chosen if errors or name not in broken]
+    names = [name for name in chosen if errors is None or (name in broken) == errors]
     mine = run_pairs("unicron", sorted(names, key=broken.__contains__), out / "unicron")
     for name in names:
         ranks = [differences(*pair) for pair in zip(mine[name], theirs[name], strict=True)]
@@ -79,7 +84,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the names, and run nothing")
     parser.add_argument("--pairs", action="store_true", help="in two processes, instead of one")
-    parser.add_argument("--without-errors", action="store_true", help="without scenarios that end a run by an error")
+    errors = parser.add_mutually_exclusive_group()
+    errors.set_defaults(errors=None)
+    for name, wanted in (("--without-errors", False), ("--errors-only", True)):
+        about = f"with --pairs: {'only' if wanted else 'without'} scenarios in which an error ends a run under ddp"
+        errors.add_argument(name, dest="errors", action="store_const", const=wanted, help=about)
     parser.add_argument("names", nargs="*", help="beginnings of names; default: all")
     options = parser.parse_args()
     chosen = {
@@ -94,9 +103,7 @@ def main() -> int:
     begun = time.monotonic()
     present = {name: each for name, each in chosen.items() if name not in absent}
     judged = named = wrong = 0
-    for name, found in (
-        compared_in_pairs(present, errors=not options.without_errors) if options.pairs else compared(present)
-    ):
+    for name, found in compared_in_pairs(present, errors=options.errors) if options.pairs else compared(present):
         judged += 1
         named += bool(found)
         if lines := judge(name, found, pairs=options.pairs):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
+from zoo.packages import FOLDER, use_packages
 
 from unicron_lightning.data.alone import as_only_process
 
@@ -52,6 +53,7 @@ class ByDevice(IterableDataset[Any]):
 
 
 def hugging_face(folder: Path, samples: int, *, shuffles: bool = True) -> Any:
+    use_packages()
     import datasets
 
     table = datasets.Dataset.from_dict({"number": list(range(samples))}).to_iterable_dataset(num_shards=6)
@@ -59,6 +61,7 @@ def hugging_face(folder: Path, samples: int, *, shuffles: bool = True) -> Any:
 
 
 def web_dataset(folder: Path, samples: int) -> Any:
+    use_packages()
     import webdataset
 
     for shard in range(6):
@@ -91,12 +94,14 @@ class Sources(IterableDataset[Any]):
 
 
 def grain_sources(folder: Path, samples: int) -> Any:
+    use_packages()
     import grain
 
     return Sources(grain.MapDataset.range(samples).shuffle(seed=4))
 
 
 def grain_index(folder: Path, samples: int) -> Any:
+    use_packages()
     import grain
 
     return grain.MapDataset.range(samples).shuffle(seed=4).map(lambda number: {"number": int(number)})
@@ -104,6 +109,7 @@ def grain_index(folder: Path, samples: int) -> Any:
 
 def litdata_chunks(folder: Path, samples: int) -> Any:
     """Write six chunks, once, and return a shuffled data set."""
+    use_packages()
     import litdata
 
     chunks = folder / "chunks"
@@ -129,9 +135,7 @@ def write_chunks(chunks: Path, samples: Iterable[Any], size: int) -> None:
 
 def written_shards(folder: Path, samples: int) -> str:
     """Write shards of ten samples, once, and return their folder."""
-    from zoo.images import import_torchvision
-
-    import_torchvision()  # streaming needs it
+    use_packages()
     import streaming
 
     shards = folder / "shards"
@@ -163,8 +167,7 @@ def mosaicml_local(folder: Path, samples: int) -> Any:
 
 def installed(kind: str) -> bool:
     """Whether the library of a kind of data is installed, or in the folder `$ZOO_PACKAGES`."""
-    places = [*sys.path, *filter(None, [os.environ.get("ZOO_PACKAGES")])]
-    return PathFinder.find_spec(MAKERS[kind][0], places) is not None
+    return PathFinder.find_spec(MAKERS[kind][0], [*sys.path, *FOLDER]) is not None
 
 
 MAKERS: dict[str, tuple[str, Callable[..., Any]]] = {

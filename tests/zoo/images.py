@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from zoo.packages import use_packages
 
 CLASSES = 4
 CHANNELS, SIDE = 3, 32
-DECLARED = torch.library.Library("torchvision", "FRAGMENT")
-
-
-@functools.cache
-def import_torchvision() -> Any:
-    """Import torchvision; without its compiled operators, which these models do not use, if they do not load.
-
-    The package index has it for torch with CUDA only. It must not be importable when Lightning is imported then, so
-    that `$ZOO_PACKAGES` names a folder of packages for these models; the import needs declarations of two operators.
-    """
-    sys.path += filter(None, [os.environ.get("ZOO_PACKAGES")])
-    spec = importlib.util.find_spec("torchvision")
-    assert spec is not None and spec.origin is not None
-    try:
-        torch.ops.load_library(str(Path(spec.origin).with_name("_C.so")))
-    except OSError:
-        for name in ("nms", "qnms"):
-            DECLARED.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return importlib.import_module("torchvision")
 
 
 class Labelled(Dataset[Any]):
@@ -89,7 +66,7 @@ class Detector(Classifier):
 
 
 def transformer() -> Classifier:
-    import_torchvision()
+    use_packages()
     import timm
 
     torch.manual_seed(0)
@@ -98,7 +75,7 @@ def transformer() -> Classifier:
 
 
 def residual() -> Classifier:
-    import_torchvision()
+    use_packages()
     import timm
 
     torch.manual_seed(0)
@@ -106,7 +83,7 @@ def residual() -> Classifier:
 
 
 def detector() -> Detector:
-    import_torchvision()
+    use_packages()
     from torchvision.models.detection import RetinaNet
     from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
     from torchvision.ops.feature_pyramid_network import LastLevelP6P7

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from zoo.packages import use_packages
 
 WORDS = 64
 
@@ -37,6 +38,7 @@ class Language(pl.LightningModule):
 
 
 def gpt2() -> Language:
+    use_packages()
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -46,6 +48,7 @@ def gpt2() -> Language:
 
 
 def llama() -> Language:
+    use_packages()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -54,9 +57,9 @@ def llama() -> Language:
 
 
 def lora() -> Language:
+    module = llama()
     from peft import LoraConfig, get_peft_model
 
-    module = llama()
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
     module.model = get_peft_model(module.model, config)
     return module

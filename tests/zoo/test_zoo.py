@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import pytest
+from zoo.packages import FOLDER
 from zoo.running import difference, train_killed, train_plainly
 
 pytestmark = [pytest.mark.zoo, pytest.mark.faults, pytest.mark.timeout(600)]
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, int, int], str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_one_kill(name: str, tmp_path: Path) -> None:
     case, kill, package = CASES[name]
-    if package and PathFinder.find_spec(package, [*sys.path, *filter(None, [os.environ.get("ZOO_PACKAGES")])]) is None:
+    if package and PathFinder.find_spec(package, [*sys.path, *FOLDER]) is None:
         pytest.skip(f"{package} is not installed")
     expected = train_plainly(tmp_path / "ddp", case, "ddp", case.get("declared", 2))[0]
     found = train_killed(tmp_path / "killed", case, kill)
