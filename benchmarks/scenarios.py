@@ -62,6 +62,11 @@ def compared(chosen: dict[str, Scenario]) -> Iterator[tuple[str, list[Found]]]:
         yield name, list(differences(run(scenario, "unicron"), run(scenario, scenario.reference)))
 
 
+def seen(record: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a record without its entry about the processes: whether others are needed after it."""
+    return record and {name: each for name, each in record.items() if name != BROKEN_OFF}
+
+
 def compared_in_pairs(chosen: dict[str, Scenario], *, errors: bool | None) -> Iterator[tuple[str, list[Found]]]:
     """Run scenarios in pairs of processes; yield the differences of both ranks.
 
@@ -75,7 +80,7 @@ def compared_in_pairs(chosen: dict[str, Scenario], *, errors: bool | None) -> It
     names = [name for name in chosen if errors is None or (name in broken) == errors]
     mine = run_pairs("unicron", sorted(names, key=broken.__contains__), out / "unicron")
     for name in names:
-        ranks = [differences(*pair) for pair in zip(mine[name], theirs[name], strict=True)]
+        ranks = [differences(*map(seen, pair)) for pair in zip(mine[name], theirs[name], strict=True)]
         yield name, [(f"{place}, rank {rank}", a, b) for rank, found in enumerate(ranks) for place, a, b in found]
     shutil.rmtree(out)
 

@@ -230,6 +230,7 @@ def on_exception(lab: Lab, error: BaseException) -> None:
     callback = OnExceptionCheckpoint(lab.folder / "c", "failed")
     trainer = lab.trainer(callback, Failing(4, error), enable_checkpointing=True)
     lab.attempt("failure", lambda: trainer.fit(Net()))
+    lab.meet()  # no rank waits for the one that writes
     lab.see(step=contents(lab.folder / "c" / "failed.ckpt")["global_step"])
 
 

@@ -32,7 +32,8 @@ _NO_LENGTH: Final = Named(row="iterable datasets", places=r"warnings|trainer0\.(
 _AT_ONCE: Final = Named(row="evaluations with a `CombinedLoader`")
 _DOUBLE: Final = Named(row="`self.log` in `training_step`", places=r"trainer0\.metrics\.\d\.\w+\.1")
 _BATCH_SIZE: Final = Named(row="`BatchSizeFinder`")
-_MESSAGE: Final = Named(row="wrong values", places=r"error\.message")
+_MESSAGE: Final = Named(row="wrong values", places=r"error\.message|, rank")
+"""In two processes the task is ended before its workers have written their records."""
 
 NAMED: Final[dict[str, Named]] = {
     **{
@@ -95,10 +96,20 @@ PAIRED: Final[dict[str, Named]] = {
         for name in ("mean", "both", "step", "reduction", "attribute")
     },
     "logged.callback_metrics_during_the_run": Named(row="hooks of a sanity check", places="validation0_0"),
+    **{
+        name: Named(row="hooks of a sanity check", places=r"trainer0\.metrics")
+        for name in (
+            "logged.in_hook[on_validation_end]",
+            "logged.in_callback[on_validation_end]",
+            "failing.interrupt_in_callback[on_validation_epoch_end]",
+        )
+    },
     "data.training_loader[sampler]": _SAMPLES,
     "data.validation_loader[sampler]": _SAMPLES,
     "data.training_loader[batch_sampler]": _LOST_SIZE,
     "data.validation_loader[batch_sampler]": _LOST_SIZE,
+    "data.training_loader[batch_list]": _LOST_SIZE,
+    "data.validation_loader[batch_list]": _LOST_SIZE,
     **{f"runs.hooks[{name}]": _STATE for name in ("fit", "without_validation", "clipped", "by_interval")},
     "runs.hooks_of_a_resumed_run": _STATE,
     "data.data_module[fit]": _STATE,

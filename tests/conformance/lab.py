@@ -26,9 +26,10 @@ QUIET = {
     "enable_model_summary": False,
 }
 OF_PLACE = re.compile(
-    "GPU available|TPU available|litlogger|distributed_backend|Initializing distributed|Profiler Report|Seed set to"
+    "GPU available|TPU available|litlogger|distributed_backend|Initializing distributed|Profiler Report|Seed set to|"
+    r"rank \d+ on \S+ was lost"
 )
-"""Messages about the machine and the start of processes."""
+"""Messages about the machine, the start of processes, and a rank whose error another rank notices before its own."""
 ONCE = re.compile(
     "FutureWarning|sync_dist=True|Profiler clears events|JsonargparseDeprecation|DeprecationWarning|no accelerator|"
     "Using `DistributedSampler` with"
