@@ -86,6 +86,7 @@ _LOST_SIZE: Final = Named(row="a `BatchSampler` in the `DataLoader`")
 PAIRED: Final[dict[str, Named]] = {
     "loops.returned[loss]": _OUTPUTS,
     "loops.returned[dict]": _OUTPUTS,
+    **{f"callbacks.spikes[{name}]": Named(row="`outputs` in `on_train_batch_end`") for name in ("found", "infinite")},
     "logged.in_validation_step[rank_zero]": Named(
         row="`self.log(rank_zero_only=True)` in a step", places=r"rows|alone|trainer\d\.metrics|warnings"
     ),
@@ -113,6 +114,8 @@ PAIRED: Final[dict[str, Named]] = {
     **{f"runs.hooks[{name}]": _STATE for name in ("fit", "without_validation", "clipped", "by_interval")},
     "runs.hooks_of_a_resumed_run": _STATE,
     "data.data_module[fit]": _STATE,
+    "data.data_module_on_exception": _STATE,
+    "data.data_module_of_sets": Named(row="`use_distributed_sampler=False`", places=r"trainer0\.batches"),
     "data.data_module_in_turn": _STATE,
     "data.data_module_as_loader": _STATE,
     "data.transfer_hooks_of_data_module[fit]": _STATE,
@@ -128,6 +131,7 @@ PAIRED: Final[dict[str, Named]] = {
     },
     **{f"callbacks.rate_finder[{name}]": _RATE_FINDER for name in ("exponential", "linear", "kept", "early", "few")},
     **{f"tools.lr_find[{name}]": _RATE_FINDER for name in ("plain", "linear", "few", "range", "attribute")},
+    "failing.fit_after_an_error": Named(row="an error that ends a run", places=r", rank"),
     "runs.sampler_of_ddp": Named(row="`trainer.distributed_sampler_kwargs`", places=r"given\.num_replicas"),
     **{f"data.demo_modules[{name}]": Named(row="random numbers of hooks") for name in ("boring", "manual")},
     "callbacks.state_of_a_callback_that_is_not_plain": Named(row="callbacks' and schedulers' state"),
