@@ -224,7 +224,7 @@ class FaultTolerantStrategy(CollectingStrategy):
             session.fits += 1
             self.comparison.begin(trainer)
         if session.is_joiner and not self.engine.has_state:
-            if fitting and parallelism.whole and session.is_past():
+            if fitting and session.is_past():
                 self._membership.skip(trainer)
             elif fitting:
                 self._membership.join(trainer)

@@ -56,7 +56,7 @@ class Membership:
         self._begin_late(trainer)
         trainer.fit_loop.setup_data()
         join_state.warm_up()
-        if strategy.parallelism.whole and session.is_past():  # the task has begun another one meanwhile
+        if session.is_past():  # the task has begun another one meanwhile
             trainer.num_sanity_val_steps = sanity_steps
             self.skip(trainer)
             return
@@ -94,7 +94,7 @@ class Membership:
             return
         key = f"results of fit {session.fits}"
         if self._skipped is None:
-            if session.engine.world.rank == 0 and self._strategy.parallelism.whole and not session.joins:
+            if session.engine.world.rank == 0 and not session.joins:
                 results = join_state.fit_results(trainer)
                 if results is not None and len(results) <= RECORD_BYTES:
                     session.control.send(wire.Record(key=key, value=base64.b64encode(results).decode()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
@@ -17,19 +16,16 @@ _GATHERING = ("Muon", "Shampoo", "DistributedShampoo", "SOAP", "LBFGS")
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
 
-def check_sharded_trainer(trainer: pl.Trainer, *, has_fitted: bool, offloads: bool) -> None:
+def check_sharded_trainer(trainer: pl.Trainer, *, offloads: bool) -> None:
     """Refuse trainer settings.
 
     Args:
         trainer: of the script.
-        has_fitted: whether it has run a ``fit`` already.
         offloads: whether the strategy has ``cpu_offload=True``.
 
     Raises:
         ConfigError: naming the setting.
     """
-    if has_fitted and trainer.state.fn == TrainerFn.FITTING:
-        raise ConfigError("a second trainer.fit: the unicron_fsdp strategy supports one per script")
     if str(trainer.precision) not in _PRECISIONS:
         raise ConfigError(
             f"Trainer(precision={trainer.precision!r}): unicron_fsdp supports {', '.join(map(repr, _PRECISIONS))}"

@@ -81,7 +81,7 @@ class FsdpParallel(Parallelism):
         self._member: ReplicaMember[ShardedShape, FsdpShard] | None = None
         self._group: ShardGroup | None = None
         self._mesh: ReplicaMesh | None = None
-        self._fitted = self._founded = False
+        self._founded = False
 
     @property
     def member(self) -> ReplicaMember[ShardedShape, FsdpShard]:
@@ -98,7 +98,7 @@ class FsdpParallel(Parallelism):
 
     def check(self, trainer: pl.Trainer) -> None:
         check_torch()
-        check_sharded_trainer(trainer, has_fitted=self._fitted, offloads=self._sharding.cpu_offload)
+        check_sharded_trainer(trainer, offloads=self._sharding.cpu_offload)
         self.size = self.size or trainer.num_devices
         workers = trainer.num_devices * trainer.num_nodes
         if workers % self.size:
@@ -144,7 +144,6 @@ class FsdpParallel(Parallelism):
         check_sharded_optimizer(optimizer)
         optimizer.register_step_post_hook(self._stepped)
         self.member.model.optimizer = optimizer
-        self._fitted = True
 
     def _build(self) -> None:
         """Make this worker's shard of the model."""

@@ -1,4 +1,7 @@
-"""Several fits in one script, with evaluations around them and a worker that is killed in one of them: ``FOLDER``."""
+"""Several fits in one script, with evaluations around them and a worker that is killed in one of them: ``FOLDER``.
+
+With ``unicron_fsdp`` a replica has `SHARDS` workers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from unicron_lightning import UnicronFSDPStrategy
+
 PASSES = 3
+SHARDS = 2
 
 
 class Net(pl.LightningModule):
@@ -50,16 +56,17 @@ ADMISSION_SECONDS = 3.0
 
 
 class Killing(pl.Callback):
-    """Kills a rank at a step of a fit; the other one waits for its successor.
+    """Kills a rank at a step of a fit; the others wait for its successor.
 
     Args:
         folder: of the mark that a worker has been killed.
-        at: number of the fit, step and rank; None: no kill. After the fit's last step: at its end, where the other one
-            stays until the successor waits for its admission.
+        at: number of the fit, step and rank; None: no kill. After the fit's last step: at its end, where the others
+            stay until the successor waits for its admission.
+        workers: of the complete world.
     """
 
-    def __init__(self, folder: Path, at: Any) -> None:
-        self._mark, self._at, self.fit = folder / "killed", at, 0
+    def __init__(self, folder: Path, at: Any, workers: int) -> None:
+        self._mark, self._at, self._workers, self.fit = folder / "killed", at, workers, 0
         self.replaces = self._mark.exists()
         self._arrived = folder / "arrived"
 
@@ -80,9 +87,13 @@ class Killing(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if self._mark.exists():
             engine: Any = trainer.strategy.engine  # type: ignore[attr-defined]
-            while not self.replaces and trainer.world_size < 2 and not engine.control.newer_than(engine.world.epoch):
+            while (
+                not self.replaces
+                and trainer.world_size < self._workers
+                and not engine.control.newer_than(engine.world.epoch)
+            ):
                 time.sleep(0.05)
-        elif self._at == [self.fit, trainer.global_step, trainer.global_rank] and trainer.world_size == 2:
+        elif self._at == [self.fit, trainer.global_step, trainer.global_rank] and trainer.world_size == self._workers:
             self._mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -96,16 +107,17 @@ def main() -> None:
     settings = json.loads((out / "settings.json").read_text())
     of_ddp = settings["strategy"] == "ddp"
     pl.seed_everything(3, verbose=False)
-    killing, module = Killing(out, settings.get("kill")), Net()
+    sharded, workers = settings["strategy"] == "unicron_fsdp", settings.get("workers", 2)
+    killing, module = Killing(out, settings.get("kill"), workers), Net()
     evaluated: list[Any] = []
     seen: list[Any] = []
 
     def trainer(**options: Any) -> pl.Trainer:
         return pl.Trainer(
-            strategy=settings["strategy"],
+            strategy=UnicronFSDPStrategy(shard_size=SHARDS) if sharded else settings["strategy"],
             accelerator="cpu",
-            devices=2 if of_ddp else 1,
-            num_nodes=1 if of_ddp else 2,
+            devices=workers if of_ddp else 1,
+            num_nodes=1 if of_ddp else workers,
             max_epochs=PASSES,
             logger=False,
             enable_progress_bar=False,
@@ -129,7 +141,9 @@ def main() -> None:
         seen.append([run.checkpoint_callback.best_model_path, float(run.callback_metrics["val"]), run.global_step])  # type: ignore[union-attr]
         if settings.get("evaluates"):
             evaluated += run.validate(module, data(20), verbose=False)
-    result = {"state": module.state_dict(), "evaluated": evaluated, "seen": seen, "replaces": killing.replaces}
+    shard = run.strategy.fabric.own_shard if sharded and run is not None else 0  # type: ignore[attr-defined]
+    state = {name: value.to_local() if sharded else value for name, value in module.state_dict().items()}  # type: ignore[operator]
+    result = {"state": state, "shard": shard, "evaluated": evaluated, "seen": seen, "replaces": killing.replaces}
     torch.save(result, out / f"result-{os.getpid()}.pt")
 
 

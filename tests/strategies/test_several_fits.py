@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from programs.launching import PROGRAMS, launch
+from programs.several_fits import SHARDS
 from system.cluster import Cluster
 
 from unicron_lightning.local_cluster.processes import free_port
@@ -18,6 +19,10 @@ pytestmark = [pytest.mark.faults, pytest.mark.chaos, pytest.mark.timeout(400)]
 SCRIPT = PROGRAMS / "several_fits.py"
 
 
+SHARDED: dict[str, Any] = {"strategy": "unicron_fsdp", "workers": 4, "same": True}
+"""Settings of a sharded model."""
+
+
 def results(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(path, weights_only=False) for path in sorted(folder.glob("result-*.pt"))]
 
@@ -25,7 +30,16 @@ def results(folder: Path) -> list[dict[str, Any]]:
 def plain(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir()
     (folder / "settings.json").write_text(json.dumps({**settings, "strategy": "ddp"}))
-    agent = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "fits"]
+    agent = [
+        "--nnodes",
+        "1",
+        "--nproc-per-node",
+        str(settings.get("workers", 2)),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-id",
+        "fits",
+    ]
     launch([*agent, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", str(SCRIPT), str(folder)], folder)
     return results(folder)[0]
 
@@ -38,26 +52,32 @@ def plain(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         ([3, 7, 0], {"fits": 3}),
         ([2, 21, 1], {"fits": 2, "same": True}),
         ([1, 18, 1], {"fits": 2}),  # its successor waits in the first fit, and the task begins the second one
+        ([1, 3, 1], {"fits": 2, **SHARDED}),
+        ([2, 13, 0], {"fits": 2, **SHARDED}),
+        ([3, 22, 3], {"fits": 3, "evaluates": True, **SHARDED}),
     ],
 )
 def test_a_kill_in_each_fit(kill: list[int], settings: dict[str, Any], tmp_path: Path) -> None:
     expected = plain(tmp_path / "ddp", settings)
     folder = tmp_path / "killed"
     folder.mkdir()
-    given = {**settings, "strategy": "unicron", "kill": kill}
-    with Cluster(folder, agents=2, nodes="2:2", script=SCRIPT, settings=given) as task:
+    given = {"strategy": "unicron", **settings, "kill": kill}
+    workers, shards = settings.get("workers", 2), SHARDS if settings.get("strategy") else 1
+    with Cluster(folder, agents=workers, nodes=f"2:{workers}", script=SCRIPT, settings=given) as task:
         task.wait_end(240)
     found = results(folder)
-    assert len(found) == 2 and sum(each["replaces"] for each in found) == 1
+    assert len(found) == workers and sum(each["replaces"] for each in found) == 1
     largest = 0.0
     for each in found:
         for name, value in expected["state"].items():
-            largest = max(largest, float((each["state"][name] - value).abs().max()))
+            own, wanted = each["state"][name], value.chunk(shards)[each["shard"] :][:1]
+            assert len(own) == sum(map(len, wanted))
+            largest = max(largest, *(float((own - part).abs().max()) for part in wanted), 0.0)
         for mine, theirs in zip(each["seen"], expected["seen"], strict=True):
             assert Path(mine[0]).name == Path(theirs[0]).name and mine[2] == theirs[2]
             assert mine[1] == pytest.approx(theirs[1], rel=1e-5)
     print(f"kill {kill}: largest difference {largest:.1e}")
     assert largest < 1e-6
-    (survivor,) = [each for each in found if not each["replaces"]]
-    for mine, theirs in zip(survivor["evaluated"], expected["evaluated"], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5)
+    for survivor in (each for each in found if not each["replaces"]):
+        for mine, theirs in zip(survivor["evaluated"], expected["evaluated"], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5)
