@@ -126,7 +126,7 @@ def main() -> None:
             **{"enable_checkpointing": False} | options,
         )
 
-    if settings.get("evaluates"):
+    if settings.get("evaluates") is True:  # otherwise only after each fit
         evaluated += trainer().validate(module, data(20), verbose=False)
         evaluated += trainer().test(module, data(20), verbose=False)
     run = None

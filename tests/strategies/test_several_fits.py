@@ -54,7 +54,7 @@ def plain(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         ([1, 18, 1], {"fits": 2}),  # its successor waits in the first fit, and the task begins the second one
         ([1, 3, 1], {"fits": 2, **SHARDED}),
         ([2, 13, 0], {"fits": 2, **SHARDED}),
-        ([3, 22, 3], {"fits": 3, "evaluates": True, **SHARDED}),
+        ([3, 22, 3], {"fits": 3, "evaluates": "after", **SHARDED}),
     ],
 )
 def test_a_kill_in_each_fit(kill: list[int], settings: dict[str, Any], tmp_path: Path) -> None:
