@@ -55,6 +55,7 @@ def plain(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         ([1, 3, 1], {"fits": 2, **SHARDED}),
         ([2, 13, 0], {"fits": 2, **SHARDED}),
         ([3, 22, 3], {"fits": 3, "evaluates": "after", **SHARDED}),
+        ([1, 9, 2], {"fits": 2, **SHARDED}),  # as above
     ],
 )
 def test_a_kill_in_each_fit(kill: list[int], settings: dict[str, Any], tmp_path: Path) -> None:
