@@ -44,20 +44,21 @@ class Membership:
         self._arrival: dict[str, Any] | None = None
         self._parts = False
         self._checked = False
-        self._skipped: tuple[int | float, int | float] | None = None
-        """The trainer's limits, which are 0 while a fit is left out."""
+        self._skipped: int | float | None = None
+        """The trainer's ``limit_train_batches``, which is 0 while a fit is left out."""
+        self._sanity_steps: int | float | None = None
+        """The trainer's ``num_sanity_val_steps`` before a fit that this worker begins late, or leaves out."""
         self._late = False
         """Whether this worker is on its way to its first step, with a state that others have trained."""
 
     def join(self, trainer: pl.Trainer) -> None:
         """Join the task; work that needs no state is done before the members have to wait for this worker."""
         strategy, session = self._strategy, self._strategy.session
-        sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
         self._begin_late(trainer)
+        trainer.num_sanity_val_steps = 0
         trainer.fit_loop.setup_data()
         join_state.warm_up()
         if session.is_past():  # the task has begun another one meanwhile
-            trainer.num_sanity_val_steps = sanity_steps
             self.skip(trainer)
             return
         self._checked = True  # by the members, when they began
@@ -83,7 +84,9 @@ class Membership:
 
     def skip(self, trainer: pl.Trainer) -> None:
         """Leave out a fit that the task has finished: no batch is run, and its results are those of the members."""
-        self._skipped = trainer.limit_train_batches, trainer.num_sanity_val_steps
+        if self._sanity_steps is None:
+            self._sanity_steps = trainer.num_sanity_val_steps
+        self._skipped = trainer.limit_train_batches
         trainer.limit_train_batches = trainer.num_sanity_val_steps = 0
         logger.warning("fit_left_out number=%d reason=the task has finished it", self._strategy.session.fits)
 
@@ -92,6 +95,8 @@ class Membership:
         session = self._strategy.session
         if session.control is None or trainer.state.fn != TrainerFn.FITTING:
             return
+        if self._sanity_steps is not None:  # all workers check, or none, in a further fit of this trainer
+            trainer.num_sanity_val_steps, self._sanity_steps = self._sanity_steps, None
         key = f"results of fit {session.fits}"
         if self._skipped is None:
             if session.engine.world.rank == 0 and not session.joins:
@@ -99,7 +104,7 @@ class Membership:
                 if results is not None and len(results) <= RECORD_BYTES:
                     session.control.send(wire.Record(key=key, value=base64.b64encode(results).decode()))
             return
-        (trainer.limit_train_batches, trainer.num_sanity_val_steps), self._skipped = self._skipped, None
+        trainer.limit_train_batches, self._skipped = self._skipped, None
         if (value := session.control.lookup(key)) is not None:
             join_state.take_fit_results(trainer, codec.decode(base64.b64decode(value)))
 
@@ -124,6 +129,7 @@ class Membership:
         if state is None:
             return False
         self._begin_late(trainer)
+        trainer.num_sanity_val_steps = 0
         strategy.session.resume = ()
         strategy.seed = state["seed"]
         return True
@@ -175,6 +181,7 @@ class Membership:
     def _begin_late(self, trainer: pl.Trainer) -> None:
         """Begin with a state that others have trained: what they have searched at the start is known."""
         self._late = True
+        self._sanity_steps = trainer.num_sanity_val_steps
         callbacks.skip_search(trainer)
 
     def state(self, trainer: pl.Trainer) -> dict[str, Any]:

@@ -179,7 +179,6 @@ def resume(trainer: pl.Trainer, path: str) -> dict[str, Any] | None:
 def resume_from(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     """Resume from a joiner's state that a member of an earlier life has left; `arrive` follows."""
     cut_rows(trainer.loggers, int(state["checkpoint"]["global_step"]))
-    trainer.num_sanity_val_steps = 0
     receive(trainer, state)
 
 

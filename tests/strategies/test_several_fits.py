@@ -52,7 +52,8 @@ def plain(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         ([3, 7, 0], {"fits": 3}),
         ([2, 21, 1], {"fits": 2, "same": True}),
         ([1, 18, 1], {"fits": 2}),  # its successor waits in the first fit, and the task begins the second one
-        ([1, 3, 1], {"fits": 2, **SHARDED}),
+        ([1, 3, 1], {"fits": 3, "same": True}),
+        ([1, 3, 1], {"fits": 3, **SHARDED}),
         ([2, 13, 0], {"fits": 2, **SHARDED}),
         ([3, 22, 3], {"fits": 3, "evaluates": "after", **SHARDED}),
         ([1, 9, 2], {"fits": 2, **SHARDED}),  # as above
@@ -64,7 +65,7 @@ def test_a_kill_in_each_fit(kill: list[int], settings: dict[str, Any], tmp_path:
     folder.mkdir()
     given = {"strategy": "unicron", **settings, "kill": kill}
     workers, shards = settings.get("workers", 2), SHARDS if settings.get("strategy") else 1
-    with Cluster(folder, agents=workers, nodes=f"2:{workers}", script=SCRIPT, settings=given) as task:
+    with Cluster(folder, agents=workers, nodes=f"{workers}:{workers}", script=SCRIPT, settings=given) as task:
         task.wait_end(240)
     found = results(folder)
     assert len(found) == workers and sum(each["replaces"] for each in found) == 1
