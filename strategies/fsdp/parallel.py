@@ -143,7 +143,7 @@ class FsdpParallel(Parallelism):
         assert isinstance(optimizer, Optimizer)
         check_sharded_optimizer(optimizer)
         optimizer.register_step_post_hook(self._stepped)
-        self.member.model.optimizer = optimizer
+        self.member.model.begin_fit(optimizer)
 
     def _build(self) -> None:
         """Make this worker's shard of the model."""

@@ -223,6 +223,27 @@ def recovered_sums(rank: int, world: int, folder: Path) -> Any:
     return found
 
 
+def another_fit(rank: int, world: int, folder: Path) -> Any:
+    """A state is loaded in its fit and in the next one: difference of parameters, entries and rate of the optimizer."""
+    replica, found = Replica(folder, 1, 0), []
+    shard = replica.shard_model
+    replica.enter(1, 1, 0)
+    shard.begin()
+    replica.rows(range(ROWS), ROWS)
+    replica.step()
+    earlier = shard.state()
+    for optimizer in (None, torch.optim.AdamW(replica.net.parameters(), lr=1.0)):
+        if optimizer is not None:
+            shard.begin_fit(optimizer)
+        for each in replica.net.parameters():
+            nn.init.zeros_(each)
+        shard.load_state(earlier)
+        assert shard.optimizer is not None
+        found.append([difference(replica, 1), len(shard.optimizer.state), shard.optimizer.param_groups[0]["lr"]])
+    replica.close()
+    return found
+
+
 def idle_after_validation(rank: int, world: int, folder: Path, *, reshards: bool) -> Any:
     """Two replicas of two: after a validation one of them has no row in a step; all run rows of the next one."""
 

@@ -44,6 +44,12 @@ def test_a_reduction_is_repeated_from_the_kept_sums(worlds: Worlds, tmp_path: Pa
     assert first[0] == first[1] == second[0] == second[1]
 
 
+def test_the_optimizer_of_another_fit_is_not_loaded(worlds: Worlds, tmp_path: Path) -> None:
+    [(same, next_one)] = worlds.run("sharded:another_fit", 1, tmp_path)
+    assert same[0] < TOLERANCE and same[1:] == [6, 1e-2]
+    assert next_one[0] < TOLERANCE and next_one[1:] == [0, 1.0]
+
+
 @pytest.mark.parametrize("reshards", [True, False])
 def test_a_replica_without_a_row_after_a_validation_gathers_its_parameters_again(
     worlds: Worlds, tmp_path: Path, reshards: bool

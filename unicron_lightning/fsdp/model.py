@@ -32,6 +32,7 @@ class FsdpShard:
 
     Attributes:
         optimizer: steps the sharded parameters; None before the first ``fit``.
+        fits: number of the script's ``fit`` calls so far, each with a new optimizer.
         grad_norm: of the last finalized gradients over the whole model, before clipping.
     """
 
@@ -49,6 +50,7 @@ class FsdpShard:
         self.root = root
         self.group = group
         self.optimizer = optimizer
+        self.fits = 0
         self.device = device
         self.grad_norm = 0.0
         self.gradients = ShardedGradients([each for each in root.parameters() if each.requires_grad], device)
@@ -91,6 +93,10 @@ class FsdpShard:
 
     # ---- a step
 
+    def begin_fit(self, optimizer: Optimizer) -> None:
+        """Begin a ``fit`` with a new optimizer."""
+        self.optimizer, self.fits = optimizer, self.fits + 1
+
     def begin(self) -> None:
         """Reset the gradients; a replica without a row in this step must not keep gathered parameters."""
         reshard(self.root)
@@ -131,8 +137,14 @@ class FsdpShard:
         return codec.encode(self.plain_state())
 
     def load_state(self, data: bytes) -> None:
-        """Load the `state` of another worker of this shard."""
-        self.load_plain(codec.decode(data))
+        """Load the `state` of another worker of this shard.
+
+        If only one of them has begun the next ``fit``, its optimizer is new, and the other's is not used any more.
+        """
+        state = codec.decode(data)
+        self._load_tensors(state)
+        if state["fits"] == self.fits:
+            self._load_optimizer(state)
 
     def plain_state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer of this shard, as plain data that shares their memory."""
@@ -140,16 +152,23 @@ class FsdpShard:
         tensors = local_shards([*self.root.parameters(), *self.root.buffers()])
         return {
             "shard": self.group.rank(),
+            "fits": self.fits,
             "tensors": [each.detach() for each in tensors],
             "optimizer": self._optimizer_state(),
         }
 
     def load_plain(self, state: Mapping[str, Any]) -> None:
-        """Load the `plain_state` of another worker of this shard."""
+        """Load the `plain_state` of a worker of this shard in an earlier life."""
+        self._load_tensors(state)
+        self._load_optimizer(state)
+
+    def _load_tensors(self, state: Mapping[str, Any]) -> None:
         with torch.no_grad():
             own = local_shards([*self.root.parameters(), *self.root.buffers()])
             for tensor, value in zip(own, state["tensors"], strict=True):
                 tensor.copy_(value)
+
+    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
         if self.optimizer is not None:
             load_optimizer(self.optimizer, state["optimizer"], whole=False)
 
