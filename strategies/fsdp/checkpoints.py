@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from unicron_lightning.checkpoints.index import is_folder, read_rest
@@ -40,6 +41,9 @@ class ShardedCheckpoints(SingleFileCheckpoints):
     Args:
         parallel: the parallelism that they belong to.
         folders: whether to write folders; both kinds are read.
+
+    Attributes:
+        loaded: whether a checkpoint has been loaded since the script's first ``fit`` began.
     """
 
     restores_late = True
@@ -48,9 +52,22 @@ class ShardedCheckpoints(SingleFileCheckpoints):
         super().__init__(parallel.strategy)
         self.divided = folders
         self._parallel = parallel
+        self.loaded = False
         self._folders = folders
         self._opened: Path | None = None
         self._loaded: Path | None = None
+
+    def check_fit(self) -> None:
+        """Refuse a further ``fit`` from a checkpoint, because versions of shards would repeat.
+
+        Raises:
+            ConfigError: a checkpoint has been loaded.
+        """
+        if self.loaded:
+            raise ConfigError(
+                "a further trainer.fit after a checkpoint has been loaded (ckpt_path): with unicron_fsdp it continues "
+                "from the parameters of the fit before; expected no ckpt_path until the script's last fit has ended"
+            )
 
     def module_state(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return an empty state: see `save`; joiners get their shards from another replica."""
@@ -152,6 +169,10 @@ class ShardedCheckpoints(SingleFileCheckpoints):
             load_parameters(module, checkpoint["state_dict"])
         else:
             return
+        fitting = self._parallel.strategy.trainer.state.fn == TrainerFn.FITTING
+        self.loaded = self.loaded or self._parallel.member.model.fits > fitting  # a first fit may resume
+        if fitting:
+            self.check_fit()
         self._parallel.member.fabric.at = int(checkpoint["global_step"])
 
     def load_optimizers(self, checkpoint: Any, load: Callable[[], None]) -> None:

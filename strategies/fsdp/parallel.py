@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from unicron_lightning import wire
@@ -60,6 +61,7 @@ class FsdpParallel(Parallelism):
     shuffles = True
     shards = 1
     steps: ShardedSteps
+    checkpoints: ShardedCheckpoints
 
     def __init__(
         self,
@@ -99,6 +101,8 @@ class FsdpParallel(Parallelism):
     def check(self, trainer: pl.Trainer) -> None:
         check_torch()
         check_sharded_trainer(trainer, offloads=self._sharding.cpu_offload)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.checkpoints.check_fit()
         self.size = self.size or trainer.num_devices
         workers = trainer.num_devices * trainer.num_nodes
         if workers % self.size:
