@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.data import sized_len
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from programs.stream_worker import Numbers
 
 DEVICES = 2
 CASES: dict[str, dict[str, Any]] = {
@@ -28,7 +34,19 @@ CASES: dict[str, dict[str, Any]] = {
     "batches": {"sizes": (45,), "interval": "batch", "returned": False},
     "epoch": {"sizes": (45, 23), "interval": "epoch", "returned": False},
     "nothing": {"sizes": (45,), "interval": "batch", "returned": False, "silent": True},
+    "stream": {"sizes": (45,), "stream": True},
+    "streams": {"sizes": (21, 34), "stream": True, "loader": {"num_workers": 2}},
+    "limited_stream": {"sizes": (45, 9), "stream": True, "limit_predict_batches": 3},
+    "written_stream": {"sizes": (46,), "stream": True, "interval": "batch", "returned": False},
+    "epoch_of_streams": {"sizes": (46, 23), "stream": True, "interval": "epoch", "returned": False},
 }
+
+
+class Stream(Numbers):
+    """Numbers as samples of a `TensorDataset`."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ((number.float().unsqueeze(0),) for number in super().__iter__())
 
 
 class Predicting(pl.LightningModule):
@@ -89,8 +107,9 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list) else value
 
 
-def numbers(size: int, **settings: Any) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.arange(float(size)).unsqueeze(1)), **{"batch_size": 4} | settings)
+def numbers(size: int, *, stream: bool = False, **settings: Any) -> DataLoader[Any]:
+    data: Any = Stream(size) if stream else TensorDataset(torch.arange(float(size)).unsqueeze(1))
+    return DataLoader(data, **{"batch_size": 4} | settings)
 
 
 def predict(name: str, strategy: Any, folder: Path, fits: bool = False) -> dict[str, Any]:
@@ -113,7 +132,7 @@ def predict(name: str, strategy: Any, folder: Path, fits: bool = False) -> dict[
     module = Predicting(case.get("silent", False))
     if fits:
         trainer.fit(module, numbers(16))
-    loaders = [numbers(size, **case.get("loader", {})) for size in case["sizes"]]
+    loaders = [numbers(size, stream=case.get("stream", False), **case.get("loader", {})) for size in case["sizes"]]
     given = loaders[0] if len(loaders) == 1 else loaders
     returned = trainer.predict(module, given, return_predictions=case.get("returned"))
     shown: Any = trainer.predict_dataloaders
@@ -122,7 +141,7 @@ def predict(name: str, strategy: Any, folder: Path, fits: bool = False) -> dict[
         "hooks": module.hooks,
         "written": None if writer is None else writer.written,
         "training": module.training,
-        "shown": [len(each) for each in ([shown] if len(loaders) == 1 else shown)],
+        "shown": [sized_len(each) for each in ([shown] if len(loaders) == 1 else shown)],
         "sequential": isinstance(loaders[0].sampler, SequentialSampler),
     }
 

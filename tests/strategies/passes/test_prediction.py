@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from unicron_lightning.local_cluster.processes import free_port
 pytestmark = [
     pytest.mark.filterwarnings("ignore:predict returned None"),
     pytest.mark.filterwarnings("ignore:The 'predict_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices"),  # of streams
 ]
 
 
@@ -50,9 +52,8 @@ def batches(result: dict[str, Any], loaders: int) -> list[Any]:
     steps = [hook[:1] + hook[2:] for hook in result["hooks"] if hook[0] != "end"]
     written = result["written"] or []
     if written and len(written[0]) == 2:  # of epochs: predictions, and indices by loader
-        found = [
-            pair for part in written for of_loader in zip(*part, strict=True) for pair in zip(*of_loader, strict=True)
-        ]
+        loaders_of = [of_loader for part in written for of_loader in zip(*part, strict=True)]
+        found = [pair for of_loader in loaders_of for pair in zip_longest(*of_loader)]  # streams have no indices
     else:
         found = [(prediction, indices, loader) for prediction, indices, _, loader in written]
     return [sorted(map(str, part)) for part in (outputs, ends, [s for s in steps if len(s) > 1], found)]
@@ -68,9 +69,11 @@ def test_a_world_of_one_predicts_the_batches_of_both(name: str, ddp: Path, tmp_p
 
 def test_every_sample_is_predicted_once(ddp: Path, two: Path) -> None:
     """Without samples, equal results would prove nothing."""
-    for folder in (ddp, two):
-        results = [load(folder, "uneven", rank)["returned"] for rank in range(2)]
+    for folder, name in product((ddp, two), ("uneven", "stream")):
+        results = [load(folder, name, rank)["returned"] for rank in range(2)]
         assert sorted(n for part in results for batch in part for n in batch["number"]) == list(range(45))
+        assert all(results)
+    for folder in (ddp, two):
         assert all(load(folder, "batches", rank)["written"] for rank in range(2))
 
 
