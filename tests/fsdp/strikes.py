@@ -53,11 +53,18 @@ def _wait_for_ever() -> None:
         lock.acquire()
 
 
+def _keep_the_interpreter() -> None:
+    """Call a C function that never returns, not even when a signal arrives, as ``sleep`` does."""
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # zeros: an unlocked mutex
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
 WAYS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": _wait_for_ever,
-    "lock": lambda: ctypes.PyDLL(None).sleep(1_000_000),
+    "lock": _keep_the_interpreter,
 }
 """Ways to fail: death; a stop without further heartbeats; the training thread waits for ever, and the control thread
 lives; a C call keeps the interpreter's lock for ever.
