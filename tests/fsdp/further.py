@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning import UnicronFSDPStrategy, UnicronStrategy
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.mesh import local_shards
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-class Net(pl.LightningModule):
-    """Learns a sum, in each fit with another rate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.rate = 0.0
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = (self.net(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=self.rate, eps=1e-3)
-
-
-def data(number: int) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.randn(number, 6, generator=torch.Generator().manual_seed(1))), batch_size=4)
+from programs.several_fits import Net, data
 
 
 def fitted(folder: Path, strategy: Any, fits: int) -> tuple[pl.Trainer, Net]:

@@ -201,7 +201,7 @@ def renewals(rank: Rank) -> Measured:
         assert rank.total(made[0], 1) == rank.world
         made[0].close()
         released.append(timed(lambda made=made: made[0].released(DEADLINE_SECONDS))[0])
-    return {"abort": statistics.median(released), "connect": statistics.median(connected), "aborts": released}
+    return {"abort": statistics.median(released), "connect": statistics.median(connected)}
 
 
 def noting(rank: Rank) -> Measured:

@@ -116,7 +116,6 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from unicron_lightning import LocalCluster
-from unicron_lightning.coordinator.storage.store import Store
 with LocalCluster(folder=Path({str(tmp_path)!r})) as cluster:
     print(cluster.processes.environment[{MARK!r}], flush=True)
     input()

@@ -30,16 +30,8 @@ def results(folder: Path) -> list[dict[str, Any]]:
 def plain(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir()
     (folder / "settings.json").write_text(json.dumps({**settings, "strategy": "ddp"}))
-    agent = [
-        "--nnodes",
-        "1",
-        "--nproc-per-node",
-        str(settings.get("workers", 2)),
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-id",
-        "fits",
-    ]
+    workers = f"--nproc-per-node={settings.get('workers', 2)}"
+    agent = ["--nnodes", "1", workers, "--rdzv-backend", "c10d", "--rdzv-id", "fits"]
     launch([*agent, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", str(SCRIPT), str(folder)], folder)
     return results(folder)[0]
 
