@@ -135,21 +135,22 @@ def scattered(rank: int, world: int, folder: Path) -> Any:
 
 
 def let_go_by_a_partner(rank: int, world: int, folder: Path) -> Any:
-    """Rank 0 cuts its replica's connections on request; rank 1 has a group in NCCL's place that it can abort."""
+    """Rank 0 cuts its replica's connections when all the others ask; each of them has a group that it can abort."""
     shape = Shape(tensor=1, pipeline=world, replicas=1)
     grid = Grid(shape=shape, replicas=1, place=0, shard=rank)
     channels = Channels(grid, dist.FileStore(str(folder / "store"), world), "127.0.0.1", None)
     fabric, aborted = ReplicaFabric(shape), threading.Event()
     fabric.channels, fabric._inner, channels.adopted = channels, channels.inner, True
     if rank == 0:
-        await_file(folder / "now")
+        for partner in range(1, world):
+            await_file(folder / f"now{partner}")
         fabric.cut()
         fabric.close()
         return None
     channels.inner_accelerated = LazyGroups([SimpleNamespace(abort=aborted.set)])
     fabric.watch()
     early = aborted.wait(1.0)
-    (folder / "now").write_text("1")
+    (folder / f"now{rank}").write_text("1")
     found = {"early": early, "aborted": aborted.wait(SECONDS), "intact": fabric.intact}
     fabric.close()
     return {**found, "threads": [thread.name for thread in threading.enumerate() if thread.name == "unicron-partners"]}
