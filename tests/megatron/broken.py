@@ -164,7 +164,7 @@ def left_groups(rank: int, world: int, folder: Path) -> Any:
 
     def abort() -> None:
         group.threads.add(threading.current_thread().name)
-        time.sleep(1.0)
+        time.sleep(3.0)
         group.ended = True
 
     shape = Shape(tensor=1, pipeline=1, replicas=1)

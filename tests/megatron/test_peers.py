@@ -50,5 +50,5 @@ def test_leaving_a_world_does_not_wait_for_groups_on_the_accelerator_and_enterin
     worlds: Worlds, tmp_path: Path
 ) -> None:
     [[left, early, ended, threads, size]] = worlds.run("broken:left_groups", 1, tmp_path)
-    assert left < 0.5 and not early and ended and size == 1
+    assert left < 2.0 and not early and ended and size == 1
     assert threads and all(thread.startswith("unicron-abort") for thread in threads)

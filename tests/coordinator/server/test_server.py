@@ -89,7 +89,7 @@ async def test_a_broken_connection_is_noticed_at_once(coordinator):
             await train([a, b])
             begin = time.monotonic()
         assert (await a.hear(wire.Epoch)).kind == "fail"
-        assert 0.2 < time.monotonic() - begin < 0.9
+        assert 0.2 < time.monotonic() - begin < 3, "after the time to reconnect, not that of silence"
 
 
 async def test_a_dead_process_is_not_given_the_time_to_come_back(tmp_path):

@@ -200,7 +200,7 @@ def test_a_peer_that_dies_or_stops(number: signal.Signals, tmp_path: Path) -> No
         start = time.monotonic()
         with pytest.raises(CommunicatorAborted):
             communicator.wait(handle)
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 10, "without the abort a stopped peer is waited for"
         timer.join()
         communicator.close()
         assert wait_buried(5)

@@ -140,7 +140,7 @@ def test_a_bucket_that_is_ready_during_a_slow_abort_does_not_wait_for_it() -> No
     began = time.monotonic()
     with pytest.raises(CommunicatorAborted, match="epoch 2"):
         two.first.all_reduce(torch.ones(3))
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < 2.0
     two.close()
 
 
@@ -153,7 +153,7 @@ def test_no_rank_of_a_host_frees_buffers_before_all_abort() -> None:
     time.sleep(0.3)
     assert not two.group.aborted, "the other rank's kernel runs"
     two._of(1).abort("epoch 2")
-    assert two.first.released(SOON) and two._of(1).released(SOON)
+    assert two.first.released(20) and two._of(1).released(20)
     assert two.network.freed_early == []
     two.close()
 
@@ -240,11 +240,11 @@ def test_ranks_that_share_a_gpu_are_refused() -> None:
 
 
 def test_groups_are_aborted_all_at_once() -> None:
-    networks = [Network(2, abort_seconds=1.0) for _ in range(4)]
+    networks = [Network(2, abort_seconds=2.0) for _ in range(4)]
     groups = [network.group(0) for network in networks]
     started = time.monotonic()
     abort_apart(groups)
-    assert time.monotonic() - started < SOON
+    assert time.monotonic() - started < 1.5
     deadline = started + 20
     while not all(group.aborted for group in groups):
         assert time.monotonic() < deadline
@@ -302,7 +302,7 @@ def test_lazy_groups_with_an_absent_peer_do_not_block_the_caller() -> None:
 
     with pytest.raises(CommunicatorAborted, match="the epoch has ended"):
         _connect([group], check)
-    assert time.monotonic() - began < 0.2 + SOON
+    assert time.monotonic() - began < 10, "without the check it would not return"
     group.ready.set()
 
 
