@@ -50,6 +50,7 @@ class DataParallel(Parallelism):
     whole = True
     shuffles = True
     shards = 1
+    streams = True
     optimizes_manually = True
     steps: WholeModelSteps
 

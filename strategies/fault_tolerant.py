@@ -11,7 +11,8 @@ step.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -254,9 +255,11 @@ class FaultTolerantStrategy(CollectingStrategy):
         """Return this rank's micro-batches of a step in the present world."""
         return self.parallelism.share(micro_batches)
 
-    def seen_as(self, rank: int, size: int) -> AbstractContextManager[None]:
-        """Return a context in which the script sees this worker as a rank of the declared world."""
-        return self._environment.seen_as(rank, size)
+    @contextmanager
+    def seen_as(self, rank: int, size: int) -> Iterator[None]:
+        """Inside, the script sees this worker as a rank of the declared world."""
+        with self._environment.seen_as(rank, size), default_group.seen(self._environment.place):
+            yield
 
     def boundary(self, trainer: pl.Trainer) -> None:
         """Enter or leave worlds between steps."""

@@ -139,7 +139,7 @@ class MicroBatches:
         strategy, plugin, module = self._strategy, self._strategy.precision_plugin, self._module
         activity = strategy.engine.activity
         activity.enter("data", micro_batch)
-        batch = self._batch.fetch(micro_batch)
+        batch = self._batch.fetch(micro_batch) if counts else self._batch.stand_in(micro_batch)
         activity.enter("compute", micro_batch)
         data = strategy.to_device(batch)
         strategy.engine.fault("forward", strategy.engine.step, micro_batch, module)
@@ -160,7 +160,8 @@ class MicroBatches:
         if counts:
             self._sums.add(loss, calls)
         self._effects.finish_micro_batch(micro_batch)
-        self._batch.finished(micro_batch)
+        if counts:
+            self._batch.finished(micro_batch)
         self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
 
     def output(self, loss: float | None) -> Any:

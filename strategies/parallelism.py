@@ -154,6 +154,7 @@ class Parallelism(ABC):
         whole: whether each worker holds all of it, so that the workers can be compared, and are torch's default group.
         shuffles: whether training data is shuffled as under ddp.
         shards: devices that compute a micro-batch together, in the declared world.
+        streams: whether training data may be iterable.
         scheduled: whether the number of a step's micro-batches may depend on the data epoch.
         optimizes_manually: whether modules may have ``automatic_optimization=False``.
         manual: runs the steps of such a module while it trains.
@@ -164,6 +165,7 @@ class Parallelism(ABC):
     whole: bool
     shuffles: bool
     shards: int
+    streams = False
     scheduled = True
     optimizes_manually = False
     manual: ManualSteps | None = None
@@ -227,6 +229,14 @@ class Parallelism(ABC):
     @abstractmethod
     def share(self, micro_batches: range) -> list[int]:
         """Return this worker's micro-batches of a step in the present world."""
+
+    def own(self, in_full_step: Sequence[int]) -> list[int]:
+        """Return this worker's micro-batches of a step with missing ones.
+
+        Args:
+            in_full_step: their numbers in a step without missing ones, as in `GlobalBatch`.
+        """
+        return self.share(range(len(in_full_step)))
 
     def at_boundary(self) -> None:  # noqa: B027
         """Act between two steps, after a possible change of worlds."""

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 _TABLES: Final = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg")
 _FUNCTIONS: Final = ("_update_default_pg", "_register_process_group", "_unregister_process_group")
 
+_SEEN: Final = f"{NAME}_seen"
+"""Name of a group that is torch's default while a stream is read."""
 _group: DefaultGroup | None = None
 
 
@@ -83,6 +85,28 @@ def unregister() -> None:
         if group in tagged:
             tagged.remove(group)
     c10d._unregister_process_group(NAME)  # type: ignore[arg-type]
+
+
+@contextmanager
+def seen(place: Place) -> Iterator[None]:
+    """Inside, torch has a default group with a rank and a size, whose collectives are refused, unless the members are
+    its default group anyway.
+    """
+    before = c10d.GroupMember.WORLD
+    if (before is not None and before is _group) or not supported():
+        yield
+        return
+    world: Any = c10d._world
+    group = DefaultGroup(place)
+    world.pg_map[group], world.pg_names[group] = (NAME, NoStore()), _SEEN
+    world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(before)
+        for table in (world.pg_map, world.pg_names, world.pg_group_ranks):
+            table.pop(group)
 
 
 @contextmanager

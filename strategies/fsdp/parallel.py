@@ -60,6 +60,7 @@ class FsdpParallel(Parallelism):
     whole = False
     shuffles = True
     shards = 1
+    streams = True
     steps: ShardedSteps
     checkpoints: ShardedCheckpoints
 
@@ -210,6 +211,11 @@ class FsdpParallel(Parallelism):
         number, balance = self.rows(micro_batches), self.steps.balance
         rows = self.member.share(range(number), None if balance is None else balance.counts(number))
         return [self.micro_batch(row, micro_batches)[0] for row in rows]
+
+    def own(self, in_full_step: Sequence[int]) -> list[int]:
+        whole = range(self.rows(range(in_full_step[-1] + 1)) * self.size)
+        numbers = {place: number for number, place in enumerate(in_full_step)}
+        return [numbers[place] for place in self.share(whole) if place in numbers]
 
     def rows(self, micro_batches: Sequence[int]) -> int:
         """Number of rows of S micro-batches, one for each shard."""

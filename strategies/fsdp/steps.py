@@ -87,13 +87,15 @@ class StepRows:
         takes_index: whether the module's ``training_step`` takes the batch index.
 
     Attributes:
-        numbers: of all rows of the step.
+        numbers: of all rows of the step. A row has the micro-batches that it has in a full step; where some are
+            missing, as those of streams that have ended, this worker may have one that does not count.
     """
 
     def __init__(self, parallel: FsdpParallel, batch: GlobalBatch, effects: Effects, *, takes_index: bool) -> None:
-        self.numbers = list(range(parallel.rows(batch.micro_batches)))
+        self.numbers = list(range(parallel.rows(range(batch.in_full_step[-1] + 1))))
         self._parallel = parallel
         self._effects = effects
+        self._numbers = dict(zip(batch.in_full_step, batch.micro_batches, strict=True))
         self._micro_batches = batch.micro_batches
         self._done: dict[int, _Row] = {}
         self._row = _Row(number=0, counts=False)
@@ -104,8 +106,12 @@ class StepRows:
         """Run some rows together with the partners; see `replica.step.Call`."""
         bucket = self._effects.norms.bucket
         for row in micro_batches:
-            number, counts = self._parallel.micro_batch(row, self._micro_batches)
+            present = [place for place in self._places(row) if place in self._numbers]
+            own = self._numbers.get(self._places(row)[self._parallel.shard])
+            number, counts = self._micro_batches[-1] if own is None else own, own is not None
             self._row = self._done[row] = _Row(number=number, counts=counts)
+            if not present:
+                continue
             if bucket is not None:
                 bucket.local.zero_()
             try:
@@ -116,6 +122,11 @@ class StepRows:
             self._parallel.strategy.engine.activity.computed()
             if bucket is not None and counts:
                 self._row.norms = bucket.local.clone()
+
+    def _places(self, row: int) -> range:
+        """Return the numbers of a row's micro-batches in a full step, by shard."""
+        size = self._parallel.size
+        return range(row * size, (row + 1) * size)
 
     def add(self, loss: Tensor | None, calls: Sequence[LogCall]) -> None:
         """Record the results of a micro-batch that counts."""

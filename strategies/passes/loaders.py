@@ -96,7 +96,10 @@ class Loaders:
         loader = as_loader(users, shape.devices)
         is_users = loader is users
         combined = self._combined if trainer.training else None
-        check_loader(loader, streams=combined is None and self._strategy.parallelism.whole)
+        parallelism = self._strategy.parallelism
+        check_loader(
+            loader, streams=combined is None and parallelism.streams and (parallelism.whole or trainer.training)
+        )
         made: Made
         if combined is not None:
             self._strategy.parallelism.steps.check_data(loader)
@@ -220,6 +223,7 @@ class Loaders:
             limit=limit,
             position=partial(_position, trainer),
             share=strategy.share,
+            own=strategy.parallelism.own,
             boundary=partial(strategy.boundary, trainer),
             agree=agree,
             begins=begins,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.order import StepShape, check_loader
 from unicron_lightning.data.sources import same
+from unicron_lightning.data.stream_loader import StreamLoader
 from unicron_lightning.data.stream_reader import StreamChanged, StreamOpener
 from unicron_lightning.data.streams import StreamEnds, Streams
 from unicron_lightning.errors import ConfigError
@@ -168,3 +170,40 @@ def test_iterable_data_sets_are_refused_where_only_an_index_helps() -> None:
 )
 def test_comparing_batches(one: Any, other: Any, expected: bool) -> None:
     assert same(one, other) is expected
+
+
+def test_a_stand_in_is_a_copy_that_opens_no_stream() -> None:
+    dataset = Shards(size=6)
+    streams = streams_of(dataset)
+    assert streams.stand_in(0, 1, 0)[0].tolist() == [1, 4], "before the check the place's own"
+    streams.check()
+    dataset.size = 0
+    for _ in range(2):
+        batch = streams.stand_in(0, 2, 5)
+        assert batch[0].tolist() == [0, 3]
+        batch[0].zero_()
+
+
+def test_places_of_a_smaller_step() -> None:
+    ends, looked = StreamEnds(), []
+    ends.begin(0, {1: 3})
+    streams = streams_of(Shards(), ends)
+    unused: Any = None
+    steps = StreamLoader(
+        streams._opener.loader,
+        SHAPE,
+        streams,
+        ends,
+        limit=None,
+        position=lambda: (0, 1),
+        share=unused,
+        own=lambda in_full_step: looked.append(in_full_step) or [2],  # type: ignore[func-returns-value]
+        boundary=lambda: None,
+        agree=unused,
+        begins=lambda: None,
+        reading=nullcontext,
+    )
+    batch = next(iter(steps))
+    assert batch.in_full_step == [0, 1, 2, 3, 5], "stream 1 has no second batch in this step"
+    assert batch.own()[0].tolist() == [14, 17] and looked == [batch.in_full_step]
+    streams.close()

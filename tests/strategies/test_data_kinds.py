@@ -19,14 +19,11 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 
 KILLED_AT = {"unicron": (4, 17), "unicron_fsdp": (4, 11)}
 """Steps of the first and of the second epoch."""
-STREAMED = ("reopened", "stream", "hugging_face", "web_dataset", "grain")
-"""Data without an index."""
 
 
 def cases() -> list[Any]:
     kinds = [*data_worker.KINDS, *libraries.MAKERS]
-    found = [("unicron", kind) for kind in kinds]
-    found += [("unicron_fsdp", kind) for kind in kinds if kind not in STREAMED]
+    found = [(strategy, kind) for strategy in KILLED_AT for kind in kinds]
     in_ci = "unicron", "several"  # with unicron_fsdp: tests/fsdp
     return [case if case == in_ci else pytest.param(*case, marks=pytest.mark.chaos) for case in found]
 

@@ -32,9 +32,14 @@ class GlobalBatch:
         fetch: returns the collated samples of a micro-batch, by number, on the CPU.
         count: returns the number of data set items in a micro-batch, by number.
         finished: called with the number of a micro-batch that this worker has computed.
+        in_full_step: of each micro-batch its number in a step without missing ones: ``round x devices + device``.
+        stand_in: returns the samples for a micro-batch whose results do not count, by number: its own, or others.
     """
 
-    __slots__ = ("_own", "_share", "count", "epoch", "fetch", "finished", "micro_batches", "step")
+    __slots__ = (
+        *("_own", "_share", "count", "epoch", "fetch", "finished", "in_full_step", "micro_batches"),
+        *("stand_in", "step"),
+    )
 
     def __init__(
         self,
@@ -45,6 +50,8 @@ class GlobalBatch:
         count: Callable[[int], int],
         share: Callable[[range], list[int]] = lambda numbers: list(numbers[:1]),
         finished: Callable[[int], None] = lambda number: None,
+        in_full_step: Sequence[int] | None = None,
+        stand_in: Callable[[int], Any] | None = None,
     ) -> None:
         self.epoch = epoch
         self.step = step
@@ -52,15 +59,18 @@ class GlobalBatch:
         self.fetch = fetch
         self.count = count
         self.finished = finished
+        self.in_full_step = micro_batches if in_full_step is None else in_full_step
+        self.stand_in = fetch if stand_in is None else stand_in
         self._share = share
         self._own: Any = None
 
     def own(self) -> Any:
-        """This rank's micro-batches as one batch, on the CPU; the first of the step if the rank has none."""
+        """This rank's micro-batches as one batch, on the CPU; if the rank has none, samples in place of the first."""
         if self._own is None:
-            numbers = self._share(self.micro_batches) or list(self.micro_batches[:1])
+            numbers = self._share(self.micro_batches)
             with preserved():
-                self._own = joined([self.fetch(number) for number in numbers])
+                batches = [self.fetch(number) for number in numbers]
+                self._own = joined(batches or [self.stand_in(self.micro_batches[0])])
         return self._own
 
     def __getitem__(self, key: Any) -> Any:

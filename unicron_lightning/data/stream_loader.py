@@ -23,7 +23,8 @@ class StreamLoader(StepLoader):
         streams: reads it.
         ends: the streams' lengths, as far as they are known.
         limit: largest number of batches for each of the shape's devices in an epoch; None: all.
-        position, share, boundary: as for `IndexedSteps`.
+        position, share, boundary: as for `IndexedSteps`; of the streams, as of the first micro-batches of a full step.
+        own: returns which micro-batches of a step are this rank's, given their numbers in a full step.
         agree: given a function of a rank's streams, calls it for this rank and returns the ends that any rank has found
             in it.
         begins: called when an iteration begins.
@@ -42,6 +43,7 @@ class StreamLoader(StepLoader):
         limit: int | None,
         position: Callable[[], tuple[int, int]],
         share: Callable[[range], list[int]],
+        own: Callable[[Sequence[int]], list[int]],
         boundary: Callable[[], None],
         agree: Callable[[Callable[[], dict[int, int]]], dict[int, int]],
         begins: Callable[[], None],
@@ -50,6 +52,7 @@ class StreamLoader(StepLoader):
         super().__init__(loader)
         self._position = position
         self._share = share
+        self._own = own
         self._boundary = boundary
         self._shape = shape
         self._fetcher = streams
@@ -58,6 +61,7 @@ class StreamLoader(StepLoader):
         self._agree = agree
         self._begins = begins
         self._reading = reading
+        self._checked = False
 
     def __len__(self) -> int:
         self.taken()
@@ -77,6 +81,9 @@ class StreamLoader(StepLoader):
     def _epoch(self) -> Iterator[GlobalBatch]:
         while True:
             self._boundary()
+            if not self._checked:  # workers that are not compared
+                with self._reading():
+                    self.first()
             epoch, step = self._position()
             limit = self._limit(epoch)
             if limit is not None and step >= limit:
@@ -91,16 +98,20 @@ class StreamLoader(StepLoader):
         self._fetcher.end_epoch()
 
     def _at(self, epoch: int, step: int) -> GlobalBatch:
-        places = self._ends.places(step, self._shape.of(epoch))
-        size = self._loader.batch_size or 1
+        shape = self._shape.of(epoch)
+        places = self._ends.places(step, shape)
+        first, size = step * shape.accumulation, self._loader.batch_size or 1
+        in_full_step = [(number - first) * shape.devices + stream for stream, number in places]
         return GlobalBatch(
             epoch,
             step,
             range(len(places)),
             lambda m: self._fetcher.get(epoch, *places[m]),
             lambda m: size,
-            self._share,
+            lambda numbers: self._own(in_full_step),
             finished=lambda m: self._look(epoch, step + 1, places[m][:1]),
+            in_full_step=in_full_step,
+            stand_in=lambda m: self._fetcher.stand_in(epoch, *places[m]),
         )
 
     def is_last(self, batch: GlobalBatch) -> bool:
@@ -113,6 +124,7 @@ class StreamLoader(StepLoader):
         Raises:
             ConfigError: it does not.
         """
+        self._checked = True
         return self._fetcher.check()
 
     def _begin(self, epoch: int, step: int) -> None:

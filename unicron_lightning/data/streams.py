@@ -13,6 +13,7 @@ stream that is opened again begins there.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -111,6 +112,8 @@ class Streams:
         self._step = 0
         self._open: dict[int, StreamReader] = {}
         self._held: dict[tuple[int, int], Any] = {}
+        self._first_batch: Any = None
+        """As read by `check`; training uses copies of it."""
 
     def get(self, epoch: int, stream: int, number: int) -> Any:
         """Return a batch of a stream; it is kept to the end of the step.
@@ -126,6 +129,14 @@ class Streams:
             )
         return self._held[stream, number]
 
+    def stand_in(self, epoch: int, stream: int, number: int) -> Any:
+        """Return a batch for a computation that does not count: a copy of the one that `check` has read, so that no
+        stream is opened for it; without one, the batch of a place.
+        """
+        if self._first_batch is None:
+            return self.get(epoch, stream, number)
+        return copy.deepcopy(self._first_batch)
+
     def look(self, epoch: int, step: int, streams: Sequence[int]) -> None:
         """Read all batches of a step that streams have, and note which of them end before."""
         for stream in streams:
@@ -135,7 +146,7 @@ class Streams:
         """Drop batches of earlier steps, and streams that the last step did not need."""
         self._begin_epoch(epoch)
         self._step = step
-        self._held = {place: batch for place, batch in self._held.items() if place[1] >= self._first}
+        self._held = {place: batch for place, batch in self._held.items() if place[1] >= self._start}
         for stream in [stream for stream, reader in self._open.items() if reader.used < step - 1]:
             self._open.pop(stream).close()
 
@@ -149,7 +160,7 @@ class Streams:
 
     def check(self) -> Any:
         """Return `StreamOpener.check`, and examine the states, if there are any."""
-        first = self._opener.check()
+        self._first_batch = first = self._opener.check()
         self._opener.stateful = self._opener.stateful and self._continues()
         return first
 
@@ -175,7 +186,7 @@ class Streams:
         logger.warning("stream_states_unused dataset=%s reason=%s", self._opener.name, reason)
 
     @property
-    def _first(self) -> int:
+    def _start(self) -> int:
         """Number of the step's first batch in each stream."""
         return self._step * self._shape.accumulation
 
@@ -213,7 +224,7 @@ class Streams:
                 return False
             if state is not None:
                 self._ends.taken[stream] = StreamState(place[1], state, _digest(batch))
-            if place[1] >= self._first:
+            if place[1] >= self._start:
                 self._held[place] = batch
         return (stream, number) in self._held
 
@@ -225,7 +236,7 @@ class Streams:
         reader = self._opener.open(epoch, stream, state)
         batch = reader.read_or_none()
         if _digest(batch) == state.digest:
-            if state.number >= self._first:
+            if state.number >= self._start:
                 self._held[stream, state.number] = batch
             return reader
         reader.close()
