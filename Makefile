@@ -7,7 +7,7 @@
 #   make long        the tests marked chaos, about an hour
 #   make matrix      Lightning's features under ddp and unicron, in worlds of one and two and with kills: the differences
 #   make conformance  short scripts under Lightning's strategies and unicron in one process: the differences
-#   make conformance-pairs  the same scripts in two processes, under ddp and unicron
+#   make conformance-pairs conformance-triples  the same scripts in two and in three processes, under ddp and unicron
 #   make chaos       200 random faults, seeded
 #   make gpu         the acceptance kit of docs/gpu.md, on a machine with a GPU: make gpu [WHEELS=folder] [ITEMS=K1,K2]
 #   make bench       the figures in the README, measured here
@@ -39,7 +39,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # Read by tests/conftest.py, which prints the time since then at the end of each run of pytest.
 export MAKE_STARTED := $(shell date +%s)
 
-.PHONY: help setup demo demo-sharded quick test long matrix conformance conformance-pairs docs gpu chaos bench experiments import-cost lint types docs-check wheel-check clean
+.PHONY: help setup demo demo-sharded quick test long matrix conformance conformance-pairs conformance-triples docs gpu chaos bench experiments import-cost lint types docs-check wheel-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -86,7 +86,10 @@ conformance: $(READY)
 	@$(BIN)/python benchmarks/scenarios.py $(CASES)
 
 conformance-pairs: $(READY)
-	@$(MAKE) --no-print-directory conformance CASES="--pairs $(CASES)"
+	@$(MAKE) --no-print-directory conformance CASES="--world 2 $(CASES)"
+
+conformance-triples: $(READY)
+	@$(MAKE) --no-print-directory conformance CASES="--world 3 $(CASES)"
 
 chaos: $(READY)
 	@$(BIN)/python benchmarks/chaos.py --faults $(FAULTS)

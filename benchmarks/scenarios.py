@@ -1,16 +1,15 @@
 """Compares ``unicron`` with Lightning's own strategies over a table of scenarios (``tests/conformance``).
 
-    python benchmarks/scenarios.py [--list] [--pairs [--without-errors | --errors-only]] [SCENARIO...]
+    python benchmarks/scenarios.py [--list] [--world N] [SCENARIO...]
 
 Each scenario is a short script. It runs in this process under Lightning's strategy for one device (or ddp with one
 process) and under ``unicron``, and all that was observed is compared: hooks with counters and stages, parameters,
 metrics, states, files, warnings, messages, errors. The scenarios were written for this project from Lightning's
 documented behaviour; they are not Lightning's own tests.
 
-With ``--pairs``, each runs in two processes, under ddp and under ``unicron`` with two nodes, and the records of both
-ranks are compared. There are as many samples for each rank as in one process, and values are logged with
-``sync_dist=True``. A worker whose run is ended by an error has left its task, so that each such scenario needs new
-processes; ``--without-errors`` leaves them out, and ``--errors-only`` runs only them.
+With ``--world 2`` or more, each runs in that many processes, under ddp and under ``unicron`` with a node for each,
+and the records of all ranks are compared. There are as many samples for each rank as in one process, and values are
+logged with ``sync_dist=True``.
 
 The exit status is 1 if a scenario differs that
 ``tests/conformance/documented.py`` does not name, if one differs at another place than is named there, or if one that
@@ -27,27 +26,30 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from conformance.documented import MOST, NAMED, PAIRED
-from conformance.pair import BROKEN_OFF
-from conformance.pairs import run_pairs
 from conformance.running import differences, run
 from conformance.table import Scenario, scenarios
+from conformance.world import BROKEN_OFF
+from conformance.worlds import run_worlds
 
+TABLES = (NAMED, PAIRED)
+"""Scenarios that differ in one process, those that differ in two only, ...: those of smaller worlds may differ, too."""
 SHOWN = 4
 """Places of a record that are printed."""
 Found = tuple[str, Any, Any]
 """A place of a record, and the values of ``unicron`` and of the reference."""
 
 
-def judge(name: str, found: list[Found], *, pairs: bool = False) -> list[str]:
+def judge(name: str, found: list[Found], size: int = 1) -> list[str]:
     """Return what is wrong with a scenario's differences, in lines."""
-    known = [table[name] for table in ((NAMED, PAIRED) if pairs else (NAMED,)) if name in table]
-    if name in (PAIRED if pairs else NAMED) and not found:
+    known = [table[name] for table in TABLES[: min(size, len(TABLES))] if name in table]
+    if name in TABLES[min(size, len(TABLES)) - 1] and not found:
         return ["   does not differ, but documented.py names it"]
     unexplained = [each for each in found if not any(named.explains(each[0]) for named in known)]
     return [
@@ -67,19 +69,13 @@ def seen(record: dict[str, Any] | None) -> dict[str, Any] | None:
     return record and {name: each for name, each in record.items() if name != BROKEN_OFF}
 
 
-def compared_in_pairs(chosen: dict[str, Scenario], *, errors: bool | None) -> Iterator[tuple[str, list[Found]]]:
-    """Run scenarios in pairs of processes; yield the differences of both ranks.
-
-    Args:
-        chosen: scenarios by name.
-        errors: True, only those in which an error ends a run under ddp; False, only the others; None, all.
-    """
-    out = Path(tempfile.mkdtemp(prefix="pairs-")).resolve()
-    theirs = run_pairs("ddp", list(chosen), out / "ddp")
-    broken = {name for name, each in theirs.items() if any(record is None or record[BROKEN_OFF] for record in each)}
-    names = [name for name in chosen if errors is None or (name in broken) == errors]
-    mine = run_pairs("unicron", sorted(names, key=broken.__contains__), out / "unicron")
-    for name in names:
+def compared_in_worlds(chosen: dict[str, Scenario], size: int) -> Iterator[tuple[str, list[Found]]]:
+    """Run scenarios in worlds of several processes; yield the differences of all ranks."""
+    out = Path(tempfile.mkdtemp(prefix="worlds-")).resolve()
+    with ThreadPoolExecutor() as pool:  # each mostly waits for its processes
+        runs = [pool.submit(run_worlds, each, list(chosen), out / each, size) for each in ("unicron", "ddp")]
+        mine, theirs = (each.result() for each in runs)
+    for name in chosen:
         ranks = [differences(*map(seen, pair)) for pair in zip(mine[name], theirs[name], strict=True)]
         yield name, [(f"{place}, rank {rank}", a, b) for rank, found in enumerate(ranks) for place, a, b in found]
     shutil.rmtree(out)
@@ -88,12 +84,7 @@ def compared_in_pairs(chosen: dict[str, Scenario], *, errors: bool | None) -> It
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the names, and run nothing")
-    parser.add_argument("--pairs", action="store_true", help="in two processes, instead of one")
-    errors = parser.add_mutually_exclusive_group()
-    errors.set_defaults(errors=None)
-    for name, wanted in (("--without-errors", False), ("--errors-only", True)):
-        about = f"with --pairs: {'only' if wanted else 'without'} scenarios in which an error ends a run under ddp"
-        errors.add_argument(name, dest="errors", action="store_const", const=wanted, help=about)
+    parser.add_argument("--world", type=int, default=1, metavar="N", help="number of processes")
     parser.add_argument("names", nargs="*", help="beginnings of names; default: all")
     options = parser.parse_args()
     chosen = {
@@ -108,10 +99,10 @@ def main() -> int:
     begun = time.monotonic()
     present = {name: each for name, each in chosen.items() if name not in absent}
     judged = named = wrong = 0
-    for name, found in compared_in_pairs(present, errors=options.errors) if options.pairs else compared(present):
+    for name, found in compared_in_worlds(present, options.world) if options.world > 1 else compared(present):
         judged += 1
         named += bool(found)
-        if lines := judge(name, found, pairs=options.pairs):
+        if lines := judge(name, found, options.world):
             wrong += 1
             named -= bool(found)
             print("\n".join([f"== {name}", *lines]), flush=True)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from conformance.documented import MOST, MOST_PAIRED, NAMED, PAIRED
-from conformance.pairs import run_pairs
 from conformance.running import differences, run
 from conformance.table import scenarios
+from conformance.worlds import run_worlds
 
 SHORT = (
     "loops.fit[val_interval_float]",
@@ -53,7 +53,7 @@ def test_the_number_of_scenarios_in_the_document() -> None:
 @pytest.mark.timeout(300)
 def test_scenarios_in_two_processes(tmp_path: Path) -> None:
     names = [name for name in SHORT if name not in NAMED] + ["loops.returned[loss]"]
-    mine, theirs = (run_pairs(strategy, names, tmp_path / strategy) for strategy in ("unicron", "ddp"))
+    mine, theirs = (run_worlds(strategy, names, tmp_path / strategy) for strategy in ("unicron", "ddp"))
     for name in names:
         for pair in zip(mine[name], theirs[name], strict=True):
             found = list(differences(*pair))

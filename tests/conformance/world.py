@@ -1,8 +1,8 @@
-"""One of two processes that run scenarios together: under torchrun, ``pair.py FOLDER PAIR``.
+"""One of the processes of a world, which run scenarios together. They are forked by a prepared one, under torchrun.
 
-``plan-PAIR.json`` in the folder, for which the process waits, has the strategy and the names of scenarios, by number. A
-process writes the record of each as ``NUMBER.RANK.json``. It ends after the last scenario; and, with ``unicron``, after
-one in which an error has ended a run, as the coordinator then removes the worker from its task.
+``plan-WORLD.json`` in the folder, for which the process waits, has the strategy and the names of scenarios, by number.
+A process writes the record of each as ``NUMBER.RANK.json``. It ends after the last scenario; and, with ``unicron``,
+after one in which an error has ended a run, as the coordinator then removes the worker from its task.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
-import torch
 import torch.distributed as dist
 from conformance.lab import Lab
+from conformance.net import processes
 from conformance.running import record_of
 from conformance.table import Scenario, scenarios
 
 WAIT_SECONDS: Final = 15.0
 """Most that a process waits for the others: in a collective of ddp, and after a scenario."""
-WORLD: Final = 2
 DDP: Final = "ddp_find_unused_parameters_true"
 """Of ddp's trainers; without it, modules with several optimizers are refused."""
 BROKEN_OFF: Final = "broken_off"
@@ -34,14 +33,14 @@ BROKEN_OFF: Final = "broken_off"
 
 
 def meeting(folder: Path, number: str, rank: int) -> Callable[[], None]:
-    """Return a function that waits until both processes have called it as often."""
+    """Return a function that waits until all processes have called it as often."""
     times = itertools.count()
 
     def meet() -> None:
         name = f"{number}.met{next(times)}"
         (folder / f"{name}.{rank}").touch()
         limit = time.monotonic() + WAIT_SECONDS
-        while not all((folder / f"{name}.{each}").exists() for each in range(WORLD)):
+        while not all((folder / f"{name}.{each}").exists() for each in range(processes())):
             if time.monotonic() > limit:
                 sys.exit(f"no process has come to {name} in {WAIT_SECONDS} s")
             time.sleep(0.002)
@@ -54,10 +53,10 @@ def run_one(number: str, scenario: Scenario, strategy: str, out: Path) -> bool:
     rank = int(os.environ["RANK"])
     meet, folder = meeting(out, number, rank), out / f"{number}.files"
     folder.mkdir(exist_ok=True)
-    lab = Lab(DDP if strategy == "ddp" else strategy, folder, WORLD, meet)
+    lab = Lab(DDP if strategy == "ddp" else strategy, folder, processes(), meet)
     if strategy == "ddp":
         store, seconds = f"file://{out}/{number}.store", timedelta(seconds=WAIT_SECONDS)
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=seconds)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes(), timeout=seconds)
     record_of(scenario, lab)
     lab.record[BROKEN_OFF] = lab.broken_off
     (out / f"{number}.{rank}.part").write_text(json.dumps(lab.record))
@@ -65,26 +64,26 @@ def run_one(number: str, scenario: Scenario, strategy: str, out: Path) -> bool:
     meet()
     if strategy == "ddp":
         dist.destroy_process_group()
-    return any(json.loads((out / f"{number}.{each}.json").read_text())[BROKEN_OFF] for each in range(WORLD))
+    return any(json.loads((out / f"{number}.{each}.json").read_text())[BROKEN_OFF] for each in range(processes()))
 
 
-def main() -> None:
-    out, pair = Path(sys.argv[1]), sys.argv[2]
-    logging.getLogger("lightning").setLevel(logging.INFO)
-    table = scenarios()
-    while not (out / f"plan-{pair}.json").exists():
-        time.sleep(0.02)
-    plan = json.loads((out / f"plan-{pair}.json").read_text())
-    try:
-        for number, name in plan["names"].items():
-            if run_one(number, table[name], plan["strategy"], out) and plan["strategy"] != "ddp":
-                break
-    finally:
-        (out / f"over-{pair}.{os.environ['RANK']}").touch()
+def main(out: Path, name: str) -> None:
+    """Run the scenarios of a plan.
 
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+    Args:
+        out: folder of plans and records.
+        name: of the world.
+    """
     # Each process is a node of its own: under ddp, which has one agent, too.
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=os.environ["RANK"])
-    main()
+    logging.getLogger("lightning").setLevel(logging.INFO)
+    table = scenarios()
+    while not (out / f"plan-{name}.json").exists():
+        time.sleep(0.02)
+    plan = json.loads((out / f"plan-{name}.json").read_text())
+    try:
+        for number, scenario in plan["names"].items():
+            if run_one(number, table[scenario], plan["strategy"], out) and plan["strategy"] != "ddp":
+                break
+    finally:
+        (out / f"over-{name}.{os.environ['RANK']}").touch()
