@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from unicron_lightning.checkpoints.staging import HeldCheckpoint
+from unicron_lightning.data.combined_pass import CombinedPass
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.pass_loaders import EvaluationLoader, PassLoader
@@ -80,6 +81,13 @@ class EvaluationRunner(Protocol):
     def loader(
         self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape
     ) -> EvaluationLoader | PassLoader: ...
+
+    def together(self, combined: CombinedPass) -> EvaluationLoader:
+        """Return the loader of several loaders that are read at once.
+
+        Raises:
+            ConfigError: not supported.
+        """
 
     def step(self, run: Callable[[], Any], args: Sequence[Any]) -> Any:
         """Run one item of Lightning's loop.

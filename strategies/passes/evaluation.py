@@ -13,12 +13,14 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops import _EvaluationLoop
 
+from unicron_lightning.data.combined_pass import CombinedPass, passes_of
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.pass_loaders import ENDS, EvaluationLoader
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype, merge_calls
 from unicron_lightning.strategies.metrics.step_metrics import State, StepMetrics
 from unicron_lightning.strategies.metrics.torch_metrics import merge_metric_states, set_common_aside
 from unicron_lightning.strategies.passes.loaders import order_seed
+from unicron_lightning.strategies.passes.script_loaders import evaluation_loops
 from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
@@ -70,6 +72,12 @@ class Passes:
         batches = self._strategy.loaders.pass_batches(loader, self._strategy.seed, order_seed())
         return EvaluationLoader(loader, batches, shape.devices, self.begin, self.start_batch)
 
+    def together(self, combined: CombinedPass) -> EvaluationLoader:
+        """Return the loader of several loaders that are read at once."""
+        batches = self._strategy.loaders.combined_batches(combined)
+        first, _ = combined.parts[0].opened()
+        return EvaluationLoader(first, batches, self._strategy.shape.devices, self.begin, self.start_batch)
+
     def step(self, run: Callable[[], Any], args: Sequence[Any]) -> Any:
         """Run a batch."""
         self._engine.fault("validation", self._engine.step)
@@ -97,10 +105,10 @@ class Passes:
         self._engine.activity.enter("validation")
         loop = active_evaluation(self._trainer)
         assert loop._combined_loader is not None
-        loaders = loop._combined_loader.flattened
-        place = next(i for i, other in enumerate(loaders) if other is loader)
+        loaders = passes_of(loop._combined_loader, loop.max_batches)
+        place, most = next((i, most) for i, (other, most) in enumerate(loaders) if other is loader)
         epoch: Any = self._trainer.fit_loop.epoch_progress.current
-        loader.begin(epoch.processed, loop.max_batches[place])  # shuffled as Lightning's samplers
+        loader.begin(epoch.processed, most)  # shuffled as Lightning's samplers
         planned = iter(loader.todo(self._engine.reports, self._engine.world.rank))
         if self._trainer.sanity_checking:  # Lightning discards its results: each rank evaluates alone
             return planned
@@ -222,11 +230,6 @@ def _show(trainer: pl.Trainer, metrics: Mapping[str, Any], step: int) -> None:
     connector._callback_metrics.update(metrics["callback"])
     connector._logged_metrics.update(metrics["log"])
     connector.log_metrics(metrics["log"], step=step)
-
-
-def evaluation_loops(trainer: pl.Trainer) -> tuple[_EvaluationLoop, ...]:
-    """Return all loops of a trainer that run validations or tests."""
-    return trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop
 
 
 def active_evaluation(trainer: pl.Trainer) -> _EvaluationLoop:

@@ -11,12 +11,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
+from unicron_lightning.data.combined_pass import CombinedPass
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.pass_loaders import PassLoader
@@ -25,7 +26,8 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype, merge_calls
 from unicron_lightning.strategies.metrics.step_metrics import StepMetrics
-from unicron_lightning.strategies.passes.evaluation import active_evaluation, evaluation_loops
+from unicron_lightning.strategies.passes.evaluation import active_evaluation
+from unicron_lightning.strategies.passes.script_loaders import evaluation_loops
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import unpack_parts
 
@@ -79,6 +81,17 @@ class GlobalPasses(ABC):
             lambda: trainer.num_sanity_val_steps if trainer.sanity_checking else math.inf,
             lambda: trainer.current_epoch,
             self._strategy.share,
+        )
+
+    def together(self, combined: CombinedPass) -> NoReturn:
+        """Refuse loaders that are read at once.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"CombinedLoader(mode={combined.mode!r}) in an evaluation; {self._strategy.strategy_name} evaluates one "
+            'loader after the other: expected mode="sequential", a list or a dict of loaders'
         )
 
     def step(self, run: Callable[[], Any], args: Sequence[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,7 +16,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from unicron_lightning.data.combined_loader import CombinedSteps, PartLoader
+from unicron_lightning.data.combined_loader import Combined, CombinedSteps, PartLoader
+from unicron_lightning.data.combined_pass import CombinedPass
+from unicron_lightning.data.combined_streams import CombinedOpener
+from unicron_lightning.data.fetch import Fetcher
 from unicron_lightning.data.loader import GlobalBatch, IndexedSteps, Numbered, StepLoader, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
 from unicron_lightning.data.pass_loaders import EvaluationLoader, IndexedBatches, PassBatches, PassLoader
@@ -25,7 +29,7 @@ from unicron_lightning.data.stream_loader import StreamLoader
 from unicron_lightning.data.stream_reader import StreamOpener
 from unicron_lightning.data.streams import Streams
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, unwrapped
-from unicron_lightning.strategies.passes.script_loaders import ordinary, show_ordinary
+from unicron_lightning.strategies.passes.script_loaders import evaluation_loops, ordinary, show_ordinary
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import Agreement, unpack_parts
 
@@ -70,10 +74,12 @@ class Loaders:
         self._made: list[Made] = []
         self._combined: CombinedSteps | None = None
         """The present training data, if it has several loaders."""
+        self._together: CombinedPass | None = None
+        """The present evaluation data, if several loaders are read at once."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has made no loaders yet."""
-        return {**vars(self), "_made": [], "_predictions": None, "_combined": None}
+        return {**vars(self), "_made": [], "_predictions": None, "_combined": None, "_together": None}
 
     def attend(self, trainer: pl.Trainer) -> None:
         """Replace the samplers that Lightning would make for this trainer, if it would."""
@@ -85,7 +91,10 @@ class Loaders:
         if any(is_overridden("on_before_batch_transfer", source) for source in sources):
             vars(trainer.lightning_module)[_BEFORE_TRANSFER] = _BeforeTransfer(trainer.lightning_module)
         source = trainer.fit_loop._data_source
-        trainer.fit_loop._data_source = TrainingSource(source.instance, source.name, partial(self._combine, trainer))
+        trainer.fit_loop._data_source = CombiningSource(source.instance, source.name, partial(self._combine, trainer))
+        for loop in evaluation_loops(trainer):
+            source = loop._data_source
+            loop._data_source = CombiningSource(source.instance, source.name, partial(self._combine_pass, trainer))
 
     def wrap(self, trainer: pl.Trainer, users: object, shape: StepShape, seed: int) -> object:
         """Return the loader for the loop of the trainer's present stage, instead of the user's.
@@ -95,16 +104,15 @@ class Loaders:
         """
         loader = as_loader(users, shape.devices)
         is_users = loader is users
-        combined = self._combined if trainer.training else None
+        combined = self._combined if trainer.training else None if trainer.predicting else self._together
         parallelism = self._strategy.parallelism
-        check_loader(
-            loader, streams=combined is None and parallelism.streams and (parallelism.whole or trainer.training)
-        )
+        alone = trainer.training and combined is None
+        check_loader(loader, streams=parallelism.streams and (parallelism.whole or alone))
         made: Made
         if combined is not None:
-            self._strategy.parallelism.steps.check_data(loader)
-            order = self._order(trainer, loader, StepShape(devices=shape.devices, accumulation=1))
-            made = PartLoader(loader, order, seed)
+            if trainer.training:
+                self._strategy.parallelism.steps.check_data(loader)
+            made = PartLoader(loader, self._part_order(trainer, loader, shape), seed)
         elif trainer.training:
             self._strategy.parallelism.steps.check_data(loader)
             made = self._training(trainer, loader, shape, seed)
@@ -121,7 +129,7 @@ class Loaders:
             made.ordinary = ordinary(trainer, loader, shape.devices, self._strategy.global_rank)
         if isinstance(made, StepLoader):
             self._strategy.schedule.attend(trainer, made, shape, made)
-        elif isinstance(made, PartLoader) and combined is not None and users is combined.flattened[0]:
+        elif isinstance(combined, CombinedSteps) and users is combined.flattened[0]:
             self._strategy.schedule.attend(trainer, combined, shape, made)
         if isinstance(made, EvaluationLoader):
             made.iterates = self._iterates
@@ -140,7 +148,16 @@ class Loaders:
         shape = StepShape(devices=self._strategy.shape.devices, accumulation=1)
         if isinstance(loader.dataset, IterableDataset):
             return StreamBatches(self._opener(loader, shape, seed), shape.devices, self._reading)
-        return IndexedBatches(loader, DataOrder(loader, shape, shuffle_seed), seed)
+        order = DataOrder(loader, shape, shuffle_seed)
+        return IndexedBatches(order, partial(Fetcher, loader, order, seed))
+
+    def combined_batches(self, combined: CombinedPass) -> PassBatches:
+        """Return the batches of several loaders that an evaluation reads at once."""
+        if combined.streams:
+            opener = self._combined_opener(combined, self._strategy.seed)
+            return StreamBatches(opener, self._strategy.shape.devices, self._reading)
+        order = combined.order()
+        return IndexedBatches(order, partial(combined.fetchers, order))
 
     @property
     def training(self) -> StepLoader | CombinedSteps | None:
@@ -151,8 +168,9 @@ class Loaders:
 
     def committed(self, trainer: pl.Trainer, batch: GlobalBatch) -> None:
         """Mark the last step of an epoch of streams, which is known after its commit, for Lightning."""
-        loader = self.training
-        if isinstance(loader, StreamLoader) and loader.is_last(batch):
+        loader: Any = self.training
+        stream = loader.stream if isinstance(loader, CombinedSteps) else loader
+        if isinstance(stream, StreamLoader) and stream.is_last(batch):
             trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
 
     def end_passes(self) -> None:
@@ -169,7 +187,7 @@ class Loaders:
         self._made = []
         if self._trainer is not None:
             vars(self._trainer.lightning_module).pop(_BEFORE_TRANSFER, None)
-        self._predictions = self._combined = None
+        self._predictions = self._combined = self._together = None
 
     def _combine(self, trainer: pl.Trainer, users: Any) -> Any:
         """Return training data as Lightning's loop is to get it: several loaders as one that yields steps."""
@@ -177,8 +195,23 @@ class Loaders:
         self._combined = None
         if len(several.flattened) < 2:
             return users
-        self._combined = CombinedSteps(several, self._strategy.shape, partial(self._steps, trainer, None))
+        self._combined = CombinedSteps(
+            several, self._strategy.shape, partial(self._steps, trainer, None), partial(self._combined_stream, trainer)
+        )
         return self._combined
+
+    def _combine_pass(self, trainer: pl.Trainer, users: Any) -> Any:
+        """Return evaluation data as Lightning's loop is to get it: loaders that are read at once as one."""
+        self._together = None
+        if isinstance(users, CombinedLoader) and users._mode != "sequential":
+            self._together = CombinedPass(users, self._strategy.shape.devices, partial(self._whole_pass, trainer))
+        return users if self._together is None else self._together
+
+    def _whole_pass(self, trainer: pl.Trainer, combined: CombinedPass) -> EvaluationLoader:
+        made: EvaluationLoader = self._strategy.parallelism.evaluation.together(combined)
+        made.iterates, made.taken = self._iterates, partial(show_ordinary, trainer)
+        self._made.append(made)
+        return made
 
     def _steps(self, trainer: pl.Trainer, limit: int | None, order: Numbered) -> IndexedSteps:
         boundary = partial(self._strategy.boundary, trainer)
@@ -192,16 +225,35 @@ class Loaders:
         shuffle = self._strategy.parallelism.shuffles and self._samples and not trainer.overfit_batches  # type: ignore[attr-defined]
         return DataOrder(loader, shape, order_seed(), shuffle and not isinstance(loader.dataset, Batches))
 
+    def _part_order(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape) -> DataOrder | None:
+        """Return the order of one of several loaders that are read at once; None for a stream."""
+        if isinstance(loader.dataset, IterableDataset):
+            return None
+        rounds = StepShape(devices=shape.devices, accumulation=1)
+        return self._order(trainer, loader, rounds) if trainer.training else DataOrder(loader, rounds, order_seed())
+
     def _training(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape, seed: int) -> StepLoader:
         limit = trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else None
         if isinstance(loader.dataset, IterableDataset):
-            return self._stream(trainer, loader, shape, limit)
+            return self._stream(trainer, self._opener(loader, shape, order_seed()), shape, limit)
         order = self._order(trainer, loader, shape)
         return TrainingLoader(loader, order, seed, self._steps(trainer, limit, order))
 
-    def _stream(
-        self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape, limit: int | None
-    ) -> StreamLoader:
+    def _combined_stream(self, trainer: pl.Trainer, combined: CombinedSteps) -> StreamLoader:
+        """Return the loader of several loaders that are read as streams."""
+        most, shape = combined.most, self._strategy.shape
+        opener = self._combined_opener(combined, order_seed())
+        made = self._stream(trainer, opener, shape, None if math.isinf(most) else int(most))
+        self._made.append(made)
+        return made
+
+    def _combined_opener(self, combined: Combined, seed: int) -> CombinedOpener:
+        devices = self._strategy.shape.devices
+        seen_as = partial(self._strategy.seen_as, size=devices)
+        parts = [part.opened() for part in combined.parts]
+        return CombinedOpener(parts, combined.mode, combined.structure, devices, seed, seen_as)
+
+    def _stream(self, trainer: pl.Trainer, opener: StreamOpener, shape: StepShape, limit: int | None) -> StreamLoader:
         strategy = self._strategy
         ends = strategy.agreed.streams
 
@@ -214,9 +266,9 @@ class Loaders:
             fetcher: Any = trainer.fit_loop._data_fetcher
             fetcher.prefetch_batches = 0
 
-        streams = Streams(self._opener(loader, shape, order_seed()), shape, ends)
+        streams = Streams(opener, shape, ends)
         return StreamLoader(
-            loader,
+            opener.loader,
             shape,
             streams,
             ends,
@@ -243,8 +295,8 @@ class Loaders:
                 loader.unbounded = True
 
 
-class TrainingSource(_DataLoaderSource):
-    """Lightning's source of training data, which combines several loaders.
+class CombiningSource(_DataLoaderSource):
+    """Lightning's source of data, which combines several loaders.
 
     Args:
         instance, name: of Lightning's source.

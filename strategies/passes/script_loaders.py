@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops import _EvaluationLoop
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -19,7 +20,6 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, DistributedSampler
 
 from unicron_lightning.data.loader import InPlace
-from unicron_lightning.errors import ConfigError
 
 
 def ordinary(trainer: pl.Trainer, loader: DataLoader[Any], devices: int, rank: int) -> DataLoader[Any]:
@@ -45,20 +45,16 @@ def ordinary(trainer: pl.Trainer, loader: DataLoader[Any], devices: int, rank: i
     return made
 
 
-def show_ordinary(trainer: pl.Trainer) -> None:
-    """Make the trainer's properties return the ordinary loaders, while its loops keep those of the strategy.
+def evaluation_loops(trainer: pl.Trainer) -> tuple[_EvaluationLoop, ...]:
+    """Return all loops of a trainer that run validations or tests."""
+    return trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop
 
-    Raises:
-        ConfigError: an evaluation would read several loaders at once.
-    """
-    fit = trainer.fit_loop
-    for loop in (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+
+def show_ordinary(trainer: pl.Trainer) -> None:
+    """Make the trainer's properties return the ordinary loaders, while its loops keep those of the strategy."""
+    loops: tuple[Any, ...] = trainer.fit_loop, *evaluation_loops(trainer), trainer.predict_loop
+    for loop in loops:
         combined: CombinedLoader | None = loop._combined_loader
         if combined is not None:
-            if loop is not fit and combined._mode != "sequential":
-                raise ConfigError(
-                    f"CombinedLoader(mode={combined._mode!r}) in an evaluation; the unicron strategy evaluates one "
-                    'loader after the other: expected mode="sequential", a list or a dict of loaders'
-                )
             leaves = [each.ordinary if isinstance(each, InPlace) else each for each in combined.flattened]
             combined._iterables = tree_unflatten(leaves, combined._spec)

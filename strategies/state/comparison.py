@@ -103,8 +103,9 @@ def describe_data(loader: StepLoader | CombinedSteps) -> dict[str, str]:
     """Describe length and order of the training data, by the first step and a later one that is equal on all
     workers; of a stream, by its first batch.
     """
-    if isinstance(loader, StreamLoader):
-        return {"data order": f"digest of the first batch {digest([_content(loader.first())])}"}
+    stream = loader.stream if isinstance(loader, CombinedSteps) else loader
+    if isinstance(stream, StreamLoader):
+        return {"data order": f"digest of the first batch {digest([_content(stream.first())])}"}
     assert isinstance(loader, TrainingLoader | CombinedSteps)
     steps = loader.steps.number(0)
     later = random.Random(steps).randrange(steps) if steps else 0

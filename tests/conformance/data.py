@@ -452,16 +452,3 @@ def changed_between_fits(lab: Lab) -> None:
     trainer.fit(module, loader(6))
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader(8))
-
-
-@scenario(
-    outer={"mode": "min_size"},
-    longest={"mode": "max_size"},
-    cycle={"mode": "max_size_cycle"},
-)
-def combined_validation(lab: Lab, mode: str) -> None:
-    class Combined(Net):
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            lab.see(**{f"sizes{batch_idx}": [0 if each is None else len(each[0]) for each in batch]})
-
-    lab.trainer().validate(Combined(), CombinedLoader([loader(4), loader(6)], mode), verbose=False)

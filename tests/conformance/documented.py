@@ -29,7 +29,6 @@ class Named:
 
 _RANDOM: Final = Named(row="random samplers")
 _NO_LENGTH: Final = Named(row="iterable datasets", places=r"warnings|trainer0\.(counters\.3|batches\.0\.0)")
-_AT_ONCE: Final = Named(row="evaluations with a `CombinedLoader`")
 _DOUBLE: Final = Named(row="`self.log` in `training_step`", places=r"trainer0\.metrics\.\d\.\w+\.1")
 _BATCH_SIZE: Final = Named(row="`BatchSizeFinder`")
 _MESSAGE: Final = Named(row="wrong values", places=r"error\.message|, rank")
@@ -49,7 +48,6 @@ NAMED: Final[dict[str, Named]] = {
     "data.prediction_loader[stream_sized]": _NO_LENGTH,
     "data.training_loader[combined_sequential]": Named(row="several training loaders", places=r"trainer0\.counters\.3"),
     "data.training_loader[stream_sized]": _NO_LENGTH,
-    **{f"data.combined_validation[{name}]": _AT_ONCE for name in ("outer", "longest", "cycle")},
     "checkpoints.resumed[step_to_step]": Named(
         row="a checkpoint written within a data epoch is resumed", places=r"warnings|trainer1\.(metrics|parameters)"
     ),

@@ -16,6 +16,7 @@ PARTS: Final = (
     "loggers",
     "optimizing",
     "data",
+    "several",
     "callbacks",
     "runs",
     "failing",

@@ -13,5 +13,7 @@ def seen_as(device: int) -> Iterator[None]:
     """Give this process the rank of a device."""
     global rank
     own, rank = rank, device
-    yield
-    rank = own
+    try:
+        yield
+    finally:
+        rank = own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -185,7 +186,7 @@ def test_evaluation_batches_by_number(workers: int) -> None:
     started: list[int] = []
     user = DataLoader(Noisy(20), batch_size=3, num_workers=workers)
     order = DataOrder(user, StepShape(devices=2, accumulation=1), 0)
-    batches = IndexedBatches(user, order, 1)
+    batches = IndexedBatches(order, partial(Fetcher, user, order, 1))
     reports = ReportSum(world=1, finished=frozenset({1, 3, 4, 6, 7}))
     loader = EvaluationLoader(user, batches, 2, lambda loader: loader.todo(reports, 0), started.append)
     assert len(loader) == 4  # a device's, as with ddp

@@ -65,6 +65,15 @@ def second(size: int = 6) -> BatchesOf:
     return BatchesOf((SAMPLES + torch.arange(SECOND)).split(size))
 
 
+def stream(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(SAMPLES), batch_size=BATCH, **options)
+
+
+def shuffled() -> DataLoader[Any]:
+    """The samples of `second`, in another order in each epoch."""
+    return DataLoader(TensorDataset(SAMPLES + torch.arange(SECOND)), batch_size=BATCH, shuffle=True, num_workers=1)
+
+
 KINDS: dict[str, Callable[[Path], Any]] = {
     "several": lambda folder: {"first": numbers(), "second": second()},
     "max_size": lambda folder: CombinedLoader([numbers(), second()], "max_size"),
@@ -72,7 +81,10 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "scheduled": lambda folder: numbers(),
     "sequence": lambda folder: BatchesOf(torch.arange(SAMPLES).split(BATCH)),
     "reopened": lambda folder: Reopenable(),
-    "stream": lambda folder: DataLoader(Numbers(SAMPLES), batch_size=BATCH),
+    "stream": lambda folder: stream(),
+    "with_stream": lambda folder: {"first": stream(), "second": second()},
+    "stream_max_size": lambda folder: CombinedLoader([stream(), shuffled()], "max_size"),
+    "stream_min_size": lambda folder: CombinedLoader([stream(num_workers=1), second(1)], "min_size"),
 }
 
 
@@ -93,10 +105,15 @@ def expected(kind: str) -> list[float]:
             return counts + [float(EPOCHS * rest[sample // 6]) for sample in range(SECOND)]
         case "scheduled":  # a sample of a smaller step has more weight
             return [float(sum(ROUNDS / rounds for rounds in SCHEDULE.values()))] * SAMPLES
-        case "max_size":
+        case "max_size" | "stream_max_size":
             return counts + [float(EPOCHS)] * SECOND
-        case "min_size":
+        case "min_size" | "stream_min_size":  # a device's samples of the stream are those of the map-style data
             return _shortest() + [float(EPOCHS)] * SECOND
+        case "with_stream":  # each device has batches of its own, which begin again
+            own = [range(device, 10, DEVICES) for device in range(DEVICES)]
+            rounds = [-(-len(range(device, SAMPLES, DEVICES)) // BATCH) for device in range(DEVICES)]
+            times = {n: len(range(i, rounds[d], len(own[d]))) for d in range(DEVICES) for i, n in enumerate(own[d])}
+            return counts + [float(EPOCHS * times[sample // 6]) for sample in range(SECOND)]
     return counts
 
 

@@ -25,26 +25,30 @@ class Combination:
         mode: ``min_size`` ends with the shortest loader; ``max_size`` with the longest, the others have none by then;
             ``max_size_cycle`` with the longest, the others begin again.
         sizes: number of batches of each loader in an epoch, over all devices.
-        limits: largest number of them that Lightning's settings allow.
+        most: largest number of micro-batches that Lightning's limits allow.
     """
 
     mode: str
     sizes: tuple[int, ...]
-    limits: tuple[float, ...]
+    most: float
 
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches in an epoch."""
         if self.mode != "max_size" and 0 in self.sizes:
             return 0
-        limited = [min(size, limit) for size, limit in zip(self.sizes, self.limits, strict=True)]
-        return int(min(limited) if self.mode == "min_size" else max(limited))
+        return int(min(self.most, number_of(self.mode, self.sizes)))
 
     def batches(self, number: int) -> list[int | None]:
         """Return the batch of each loader in a micro-batch; None: the loader has ended."""
         if self.mode == "max_size_cycle":
             return [number % size for size in self.sizes]
         return [number if number < size else None for size in self.sizes]
+
+
+def number_of(mode: str, numbers: Sequence[float]) -> float:
+    """Return the number of combined batches of loaders that have so many."""
+    return min(numbers) if mode == "min_size" else max(numbers)
 
 
 class CombinedOrder:
@@ -54,22 +58,35 @@ class CombinedOrder:
         orders: of each loader, in rounds over the declared devices.
         combination: of their batches.
         shape: of the steps.
+
+    Attributes:
+        shape: of the steps.
+        num_micro_batches: of an epoch.
     """
 
     def __init__(self, orders: Sequence[DataOrder], combination: Combination, shape: StepShape) -> None:
         self._orders = orders
         self._combination = combination
         self.shape = shape
-        self._size = combination.num_micro_batches
+        self.num_micro_batches = combination.num_micro_batches
+
+    @property
+    def devices(self) -> int:
+        """Micro-batches of a round: one for each device of the declared world."""
+        return self.shape.devices
+
+    def place(self, epoch: int, number: int) -> Place:
+        """The place of a micro-batch that is counted from the start of the epoch."""
+        return epoch, *divmod(number, self.shape.of(epoch).micro_batches)
 
     def num_steps(self, epoch: int = 0) -> int:
         """Optimizer steps of an epoch."""
-        return math.ceil(self._size / self.shape.of(epoch).micro_batches)
+        return math.ceil(self.num_micro_batches / self.shape.of(epoch).micro_batches)
 
     def micro_batches(self, step: int, epoch: int = 0) -> range:
         """Return the numbers of a step's micro-batches."""
         most = self.shape.of(epoch).micro_batches
-        return range(max(0, min(most, self._size - step * most)))
+        return range(max(0, min(most, self.num_micro_batches - step * most)))
 
     def indices(self, epoch: int, step: int, micro_batch: int) -> list[Any]:
         """Return pairs of loader and data set index."""

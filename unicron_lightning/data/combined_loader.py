@@ -1,4 +1,4 @@
-"""Several loaders of training data, in place of Lightning's `CombinedLoader`."""
+"""Several loaders that are read at once, in place of Lightning's `CombinedLoader`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from unicron_lightning.data.combination import Combination, CombinedOrder, PartOrder
+from unicron_lightning.data.combination import Combination, CombinedOrder, PartOrder, number_of
 from unicron_lightning.data.fetch import Fetcher, Place
-from unicron_lightning.data.loader import IndexedSteps, InPlace, Items
+from unicron_lightning.data.loader import Fetches, IndexedSteps, InPlace, Items
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.seeding import place_seed
+from unicron_lightning.data.sources import name_of
+from unicron_lightning.data.stream_loader import StreamLoader
 
 Ahead = Callable[[Place], Iterator[Place]]
 
@@ -25,30 +27,41 @@ _PART = 3
 
 
 class PartLoader(InPlace):
-    """One of several loaders of training data. Its length is that of a device's part, as under ddp.
+    """One of several loaders. Its length is that of a device's part, as under ddp.
 
     Args:
         loader: the user's.
-        order: of its samples, in rounds over the declared devices.
+        order: of its samples, in rounds over the declared devices; None for a stream, which has no length.
         seed: of augmentation.
     """
 
     _fetcher: Fetcher | None = None  # type: ignore[assignment]
 
-    def __init__(self, loader: DataLoader[Any], order: DataOrder, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], order: DataOrder | None, seed: int) -> None:
         super().__init__(loader)
         self.order = order
         self._seed = seed
 
+    @property
+    def rounds(self) -> float:
+        """Number of batches of the first device; `math.inf` for a stream."""
+        return math.inf if self.order is None else math.ceil(self.order.num_micro_batches / self.order.devices)
+
     def __len__(self) -> int:
         self.taken()
-        return math.ceil(self.order.num_micro_batches / self.order.devices)
+        if self.order is None:
+            raise TypeError(f"{name_of(self._loader)} is a stream, which has no length")
+        return int(self.rounds)
 
     def fetcher(self, number: int, order: PartOrder, ahead: Ahead) -> Fetcher:
         """Return a fetcher of this loader's part of the combined micro-batches, as loader ``number``."""
         self.close()
         self._fetcher = Fetcher(self._loader, order, place_seed(self._seed, _PART, number), ahead)
         return self._fetcher
+
+    def opened(self) -> tuple[DataLoader[Any], DataOrder | None]:
+        """Return the user's loader and its order, for a `CombinedOpener`."""
+        return self._loader, self.order
 
     def close(self) -> None:
         if self._fetcher is not None:
@@ -62,40 +75,102 @@ class PartLoader(InPlace):
         """See `state_dict`."""
 
 
-class CombinedSteps(CombinedLoader):
-    """Yields the global batches of an epoch of several loaders, each a `PartLoader` once Lightning has taken it.
+class Combined(CombinedLoader):
+    """Several loaders that are read at once, each a `PartLoader` once Lightning has taken it.
 
     Args:
         users: the loaders and their mode.
         shape: of the steps.
-        steps: makes the steps of an order.
     """
 
-    def __init__(self, users: CombinedLoader, shape: StepShape, steps: Callable[[CombinedOrder], IndexedSteps]) -> None:
+    def __init__(self, users: CombinedLoader, shape: StepShape) -> None:
         super().__init__(users.iterables, users._mode)
         self._shape = shape
+
+    @property
+    def mode(self) -> str:
+        """Mode of `CombinedLoader`."""
+        return self._mode
+
+    @property
+    def parts(self) -> list[PartLoader]:
+        """The loaders."""
+        return self.flattened
+
+    @property
+    def streams(self) -> bool:
+        """Whether any loader is a stream, so that all are read as streams."""
+        return any(part.order is None for part in self.parts)
+
+    @property
+    def most(self) -> float:
+        """Largest number of batches of a device, by lengths and Lightning's limits; `math.inf` if there is none."""
+        limits = self.limits or [math.inf] * len(self.parts)
+        return number_of(self._mode, [min(part.rounds, limit) for part, limit in zip(self.parts, limits, strict=True)])
+
+    def structure(self, batches: list[Any]) -> Any:
+        """Return the loaders' batches in the structure of the loaders."""
+        return tree_unflatten(batches, self._spec)
+
+    def order(self, most: float = math.inf) -> CombinedOrder:
+        """Return the order of samples, if no loader is a stream; ``most`` limits the batches of a device."""
+        orders = [part.order for part in self.parts if part.order is not None]
+        sizes = tuple(order.num_micro_batches for order in orders)
+        combination = Combination(mode=self._mode, sizes=sizes, most=most * self._shape.devices)
+        return CombinedOrder(orders, combination, self._shape)
+
+    def fetchers(self, order: CombinedOrder, ahead: Ahead) -> Fetches:
+        """Return what fetches micro-batches of all loaders."""
+        return _Fetchers(self.parts, order, ahead, self.structure)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """A copy combines the ordinary loaders, as this object belongs to a run."""
+        leaves = [part.ordinary if isinstance(part, PartLoader) else part for part in self.flattened]
+        return CombinedLoader, (tree_unflatten(leaves, self._spec), self._mode)
+
+
+class CombinedSteps(Combined):
+    """Yields the global batches of an epoch of several loaders.
+
+    Args:
+        users, shape: as for `Combined`.
+        steps: makes the steps of an order.
+        stream: makes the loader of streams.
+    """
+
+    def __init__(
+        self,
+        users: CombinedLoader,
+        shape: StepShape,
+        steps: Callable[[CombinedOrder], IndexedSteps],
+        stream: Callable[[CombinedSteps], StreamLoader],
+    ) -> None:
+        super().__init__(users, shape)
         self._make = steps
+        self._stream = stream
         self._made: IndexedSteps | None = None
+        self._opened: StreamLoader | None = None
 
     @property
     def steps(self) -> IndexedSteps:
-        """The global batches; their number is known once Lightning has set the limits."""
+        """The global batches, if no loader is a stream; their number is known once Lightning has set the limits."""
         if self._made is None:
-            parts: list[PartLoader] = self.flattened
-            orders, limits = [part.order for part in parts], self.limits or [math.inf] * len(parts)
-            combination = Combination(
-                mode=self._mode,
-                sizes=tuple(order.num_micro_batches for order in orders),
-                limits=tuple(limit * self._shape.devices for limit in limits),
-            )
-            order = CombinedOrder(orders, combination, self._shape)
+            order = self.order(self.most)
             self._made = self._make(order)
-            self._made.fetcher = _Fetchers(parts, order, self._made.ahead, partial(tree_unflatten, treespec=self._spec))
+            self._made.fetcher = self.fetchers(order, self._made.ahead)
         return self._made
+
+    @property
+    def stream(self) -> StreamLoader | None:
+        """The loader of streams, if there are any."""
+        if self._opened is None and self.streams:
+            self._opened = self._stream(self)
+        return self._opened
 
     @override
     def __iter__(self) -> CombinedSteps:
-        self._iterator = Items(self.steps.epoch())  # type: ignore[assignment]
+        source: Any = Items(self.steps.epoch()) if self.stream is None else iter(self.stream)
+        self._iterator = source
         self.flattened[0].taken()
         return self
 
@@ -106,18 +181,15 @@ class CombinedSteps(CombinedLoader):
 
     @override
     def __len__(self) -> int:
-        return self.steps.number(self.steps.position()[0])
+        return len(self.stream) if self.stream is not None else self.steps.number(self.steps.position()[0])
 
     @override
     def reset(self) -> None:
         self._iterator = None
         if self._made is not None:
             self._made.fetcher.end_epoch()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """A copy combines the ordinary loaders, as this object belongs to a run."""
-        leaves = [part.ordinary if isinstance(part, PartLoader) else part for part in self.flattened]
-        return CombinedLoader, (tree_unflatten(leaves, self._spec), self._mode)
+        if self._opened is not None:
+            self._opened.close()
 
 
 class _Fetchers:

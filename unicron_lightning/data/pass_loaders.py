@@ -10,8 +10,9 @@ from typing import Any, Final, Protocol
 
 from torch.utils.data import DataLoader
 
+from unicron_lightning.data.combination import CombinedOrder
 from unicron_lightning.data.fetch import Fetcher, Place
-from unicron_lightning.data.loader import Closes, GlobalBatch, InPlace, Items
+from unicron_lightning.data.loader import Closes, Fetches, GlobalBatch, InPlace, Items
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.sources import name_of
 from unicron_lightning.worker.evaluation import plan_evaluation
@@ -55,23 +56,24 @@ class PassBatches(Closes, Protocol):
 
 
 class IndexedBatches:
-    """The batches of a data set with an index.
+    """The batches of data with an index.
 
     Args:
-        loader: the user's.
-        order: of its samples, divided as with ddp.
-        seed: of augmentation.
+        order: of the samples, divided as with ddp.
+        fetcher: given what yields the places that this rank expects to need from one on, makes what fetches batches.
 
     Attributes:
         number: of batches in the present pass.
     """
 
-    def __init__(self, loader: DataLoader[Any], order: DataOrder, seed: int) -> None:
+    def __init__(
+        self, order: DataOrder | CombinedOrder, fetcher: Callable[[Callable[[Place], Iterator[Place]]], Fetches]
+    ) -> None:
         self.number = 0
         self._order = order
         self._epoch = 0
         self._planned: list[int] = []
-        self._fetcher = Fetcher(loader, order, seed, self._ahead)
+        self._fetcher = fetcher(self._ahead)
 
     def rounds(self) -> int:
         return self._order.num_steps()

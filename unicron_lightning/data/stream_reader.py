@@ -189,28 +189,43 @@ class StreamOpener:
             start: where to begin; by default at the stream's beginning.
             workers: number of worker processes, if not the loader's.
         """
+        seed = place_seed(self._seed, STREAM, epoch)
+        return StreamReader(
+            self.loader_of(epoch, stream, workers), functools.partial(self._seen_as, stream), seed, start
+        )
+
+    def loader_of(self, epoch: int, stream: int, workers: int | None = None) -> Any:
+        """Return what a stream is read with: an iterable with ``num_workers``."""
         own, several = self.loader, dict[str, Any]()
-        workers = own.num_workers if workers is None else workers
         make: Any = DataLoader
         dataset = own.dataset
         if self.stateful:
             make, dataset = type(own), copy.deepcopy(dataset)  # the data set holds the state of one iterator
             several["snapshot_every_n_steps"] = own.snapshot_every_n_steps  # type: ignore[attr-defined]
-        if workers > 0:
-            several |= {
-                "timeout": own.timeout,
-                "worker_init_fn": _AsDevice(stream, self._devices, own.worker_init_fn),
-                "multiprocessing_context": own.multiprocessing_context,
-                "prefetch_factor": own.prefetch_factor,
-            }
-        loader: DataLoader[Any] = make(
-            dataset,
-            batch_size=own.batch_size,
-            drop_last=own.drop_last,
-            collate_fn=own.collate_fn,
-            num_workers=workers,
-            pin_memory=own.pin_memory,
-            **several,
-        )
-        seed = place_seed(self._seed, STREAM, epoch)
-        return StreamReader(loader, functools.partial(self._seen_as, stream), seed, start)
+        several |= settings_of(own, stream, self._devices, workers)
+        return make(dataset, batch_size=own.batch_size, drop_last=own.drop_last, **several)
+
+
+def settings_of(loader: DataLoader[Any], device: int, devices: int, workers: int | None = None) -> dict[str, Any]:
+    """Return a loader's settings other than those of batches, for a loader that reads as a device.
+
+    Args:
+        loader: the user's.
+        device: its rank in the declared world.
+        devices: of the declared world.
+        workers: number of worker processes, if not the loader's.
+    """
+    workers = loader.num_workers if workers is None else workers
+    settings: dict[str, Any] = {
+        "collate_fn": loader.collate_fn,
+        "num_workers": workers,
+        "pin_memory": loader.pin_memory,
+    }
+    if workers > 0:
+        settings |= {
+            "timeout": loader.timeout,
+            "worker_init_fn": _AsDevice(device, devices, loader.worker_init_fn),
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+        }
+    return settings
