@@ -7,7 +7,7 @@ import math
 import multiprocessing
 import random
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 from data import devices
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from unicron_lightning.data.combination import Combination, CombinedOrder
 from unicron_lightning.data.combined_streams import CombinedOpener
@@ -160,6 +161,36 @@ def test_a_pass_of_streams_is_divided() -> None:
     found = [batches.get(n) for rank in range(3) for n in batches.todo(ReportSum.nothing(3), rank, set())]
     assert sorted(int(own[0]) for own, _ in found if own is not None) == list(range(6))
     assert sorted(part[0] for _, part in found if part is not None) == [100, 100, 101, 101, 102, 103, 104]
+
+
+class Resumable(Stream):
+    """Holds the place of its iterator."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__(*lengths)
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in islice(super().__iter__(), self.read, None):
+            self.read += 1
+            yield item
+        self.read = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+
+
+def test_states_are_not_used() -> None:
+    opener = opener_of([numbers(6), StatefulDataLoader(Resumable(9, 7))])
+    opener.check()
+    assert not opener.stateful
+    assert [[int(part[0]) for _, part in read(opener, stream)] for stream in (0, 1)] == [
+        [*range(100, 109)],
+        [*range(100, 107)],
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")

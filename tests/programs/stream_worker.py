@@ -2,7 +2,8 @@
 
 Under torchrun agents: ``stream_worker.py FOLDER``, with ``$STREAM_WORKERS`` worker processes for the data. With
 ``$STREAM_STATES`` the loader is a StatefulDataLoader, whose state is kept every four steps. With ``$STREAM_ALONE``
-there is no training: a validation, a test and a prediction, each over streams and over a map-style data set.
+there is no training: a validation, a test and a prediction, each over streams and over a map-style data set. With
+``$STREAM_AT_ONCE`` validations and tests read two loaders at once, of which tests without a training read no stream.
 ``$STREAM_DEATHS``, e.g. ``validate-1 test-0``, names stages and ranks: a rank kills itself in its third batch.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
@@ -94,6 +96,13 @@ class Resumable(Numbers):
             file.write(json.dumps({"what": "loaded", **state}) + "\n")
 
 
+def numbers_of(batch: Any) -> torch.Tensor:
+    """Return the numbers of the samples in a batch of one loader, or of several."""
+    if batch is None:
+        return torch.empty(0, dtype=torch.int64)
+    return batch if isinstance(batch, torch.Tensor) else torch.cat([numbers_of(part) for part in batch])
+
+
 class Evaluates(pl.LightningModule):
     """Logs sums over all batches of an evaluation, and returns predicted samples."""
 
@@ -120,7 +129,7 @@ class Evaluates(pl.LightningModule):
 
     def evaluated(self, batch: Any, loader: int) -> torch.Tensor:
         """Return the numbers of the samples in a batch, after noting them."""
-        numbers: torch.Tensor = batch if isinstance(batch, torch.Tensor) else batch[0]
+        numbers = numbers_of(batch)
         if not self.trainer.sanity_checking:
             stage = self.trainer.state.stage
             assert stage is not None
@@ -210,17 +219,25 @@ def main() -> None:
     if os.environ.get("STREAM_ALONE"):
         evaluate(trainer, module, DataLoader(Shuffled(EVALUATED), batch_size=BATCH, num_workers=workers))
         return
-    trainer.fit(module, loader, evaluated)
+    at_once = bool(os.environ.get("STREAM_AT_ONCE"))
+    trainer.fit(module, loader, CombinedLoader([evaluated, indexed()], "max_size") if at_once else evaluated)
     module.note("result", counts=module.counted())
+
+
+def indexed(*, shuffle: bool = False) -> DataLoader[Any]:
+    """The samples after those of the streams."""
+    return DataLoader(TensorDataset(EVALUATED + torch.arange(INDEXED)), batch_size=BATCH, shuffle=shuffle)
 
 
 def evaluate(trainer: pl.Trainer, module: Counting, streams: DataLoader[torch.Tensor]) -> None:
     """Run each kind of evaluation, without a training before it, in processes with different seeds."""
     pl.seed_everything(os.getpid(), verbose=False)
     for stage in ("validate", "test", "predict"):
-        numbers = TensorDataset(EVALUATED + torch.arange(INDEXED))
-        indexed = DataLoader(numbers, batch_size=BATCH, shuffle=stage == "predict")
-        results: Any = getattr(trainer, stage)(module, [streams, indexed])
+        loaders: Any = [streams, indexed(shuffle=stage == "predict")]
+        if os.environ.get("STREAM_AT_ONCE") and stage != "predict":
+            first = streams if stage == "validate" else DataLoader(range(EVALUATED), batch_size=BATCH)
+            loaders = CombinedLoader([first, loaders[1]], "max_size")
+        results: Any = getattr(trainer, stage)(module, loaders)
         if stage == "predict":
             results = [[batch.tolist() for batch in part] for part in results]
         module.note("result", stage=stage, values=results)

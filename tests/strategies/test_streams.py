@@ -14,11 +14,14 @@ from programs.stream_worker import DEVICES, EVALUATED, INDEXED
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 
-STREAMS = {
-    "count": float(EVALUATED),
-    "squares": float(sum(number**2 for number in range(EVALUATED))),
-    "total": float(sum(range(EVALUATED))),
-}
+
+def values_of(samples: int) -> dict[str, float]:
+    """Return the values that are logged for so many samples."""
+    squares = sum(number**2 for number in range(samples))
+    return {"count": float(samples), "squares": float(squares), "total": float(sum(range(samples)))}
+
+
+STREAMS, BOTH = values_of(EVALUATED), values_of(EVALUATED + INDEXED)
 
 
 def check_kept(cluster: Cluster, killed: int, samples: int, **fields: Any) -> None:
@@ -36,6 +39,7 @@ def test_every_sample_is_used_once_an_epoch_through_deaths(
 ) -> None:
     monkeypatch.setenv("STREAM_WORKERS", workers)
     monkeypatch.setenv("STREAM_STATES", states)
+    monkeypatch.setenv("STREAM_AT_ONCE", states)
     monkeypatch.setenv("STREAM_DEATHS", "validate-1")
     with Cluster(tmp_path, str(PROGRAMS / "stream_worker.py"), f"1:{DEVICES}") as cluster:
         for _ in range(DEVICES):
@@ -49,26 +53,34 @@ def test_every_sample_is_used_once_an_epoch_through_deaths(
         results, steps = cluster.notes("result"), cluster.notes("step")
         loaded = {(line["epoch"], line["read"] * max(1, int(workers))) for line in cluster.notes("loaded")}
         validated = cluster.notes("validated")
-        check_kept(cluster, killed[1], EVALUATED, epoch=0)
+        check_kept(cluster, killed[1], EVALUATED + (INDEXED if states else 0), epoch=0)
     opened = {read for _, read in loaded if read != stream_worker.BATCH}  # that one is the check at the start
     assert bool(opened) == bool(states) and all(read % (8 * stream_worker.BATCH) == 0 for read in opened)
     assert results and all(set(line["counts"]) == {float(stream_worker.EPOCHS)} for line in results)
     assert {line["step"] for line in steps if line["last"]} == {13, 26}, "Lightning knows the end of an epoch"
     assert len({line["pid"] for line in steps}) > DEVICES, "a worker has joined"
-    assert all(line["values"] == STREAMS for line in validated)
+    assert all(line["values"] == (BOTH if states else STREAMS) for line in validated)
     assert Counter(line["epoch"] for line in validated) == {0: DEVICES - 1, 1: DEVICES}
     assert len(set(killed)) == 3
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize(
-    ("workers", "deaths"),
-    [("0", "validate-1 test-0"), ("0", "predict-0 predict-2"), ("2", "test-1 predict-0"), ("2", "predict-1")],
+    ("workers", "deaths", "at_once"),
+    [
+        ("0", "validate-1 test-0", ""),
+        ("0", "predict-0 predict-2", ""),
+        ("2", "test-1 predict-0", ""),
+        ("2", "predict-1", ""),
+        ("0", "validate-1 test-0", "1"),
+        ("2", "validate-0 test-2", "1"),
+    ],
 )
 def test_evaluations_without_a_fit_through_deaths(
-    workers: str, deaths: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: str, deaths: str, at_once: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STREAM_WORKERS", workers)
+    monkeypatch.setenv("STREAM_AT_ONCE", at_once)
     monkeypatch.setenv("STREAM_ALONE", "1")
     monkeypatch.setenv("STREAM_DEATHS", deaths)
     with Cluster(tmp_path, str(PROGRAMS / "stream_worker.py"), str(DEVICES)) as cluster:
@@ -90,7 +102,9 @@ def test_evaluations_without_a_fit_through_deaths(
         )
         assert found == Counter(range(EVALUATED + INDEXED)), stage
     for note in results:
-        if note["stage"] != "predict":
+        if note["stage"] != "predict" and at_once:
+            assert note["values"] == [BOTH]
+        elif note["stage"] != "predict":
             streams, indexed = note["values"]
             assert streams == {f"{name}/dataloader_idx_0": value for name, value in STREAMS.items()}
             assert indexed["count/dataloader_idx_1"] == INDEXED

@@ -198,9 +198,9 @@ class StreamOpener:
         """Return what a stream is read with: an iterable with ``num_workers``."""
         own, several = self.loader, dict[str, Any]()
         make: Any = DataLoader
-        dataset = own.dataset
+        dataset = copy.deepcopy(own.dataset) if is_stateful(own) else own.dataset  # it may hold an iterator's state
         if self.stateful:
-            make, dataset = type(own), copy.deepcopy(dataset)  # the data set holds the state of one iterator
+            make = type(own)
             several["snapshot_every_n_steps"] = own.snapshot_every_n_steps  # type: ignore[attr-defined]
         several |= settings_of(own, stream, self._devices, workers)
         return make(dataset, batch_size=own.batch_size, drop_last=own.drop_last, **several)
