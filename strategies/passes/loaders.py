@@ -106,8 +106,7 @@ class Loaders:
         is_users = loader is users
         combined = self._combined if trainer.training else None if trainer.predicting else self._together
         parallelism = self._strategy.parallelism
-        alone = trainer.training and combined is None
-        check_loader(loader, streams=parallelism.streams and (parallelism.whole or alone))
+        check_loader(loader, streams=parallelism.streams and (parallelism.whole or trainer.training))
         made: Made
         if combined is not None:
             if trainer.training:

@@ -96,7 +96,7 @@ def data(kind: str, folder: Path) -> Any:
     return dataset if isinstance(dataset, DataLoader) else DataLoader(dataset, batch_size=BATCH)
 
 
-def expected(kind: str) -> list[float]:
+def expected(kind: str, devices: int = DEVICES) -> list[float]:
     """Return how often each sample is to be used."""
     counts = [float(EPOCHS)] * SAMPLES
     match kind:
@@ -110,9 +110,9 @@ def expected(kind: str) -> list[float]:
         case "min_size" | "stream_min_size":  # a device's samples of the stream are those of the map-style data
             return _shortest() + [float(EPOCHS)] * SECOND
         case "with_stream":  # each device has batches of its own, which begin again
-            own = [range(device, 10, DEVICES) for device in range(DEVICES)]
-            rounds = [-(-len(range(device, SAMPLES, DEVICES)) // BATCH) for device in range(DEVICES)]
-            times = {n: len(range(i, rounds[d], len(own[d]))) for d in range(DEVICES) for i, n in enumerate(own[d])}
+            own = [range(device, 10, devices) for device in range(devices)]
+            rounds = [-(-len(range(device, SAMPLES, devices)) // BATCH) for device in range(devices)]
+            times = {n: len(range(i, rounds[d], len(own[d]))) for d in range(devices) for i, n in enumerate(own[d])}
             return counts + [float(EPOCHS * times[sample // 6]) for sample in range(SECOND)]
     return counts
 
