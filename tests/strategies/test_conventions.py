@@ -9,8 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from unicron_lightning import UnicronFSDPStrategy
+from unicron_lightning.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning")
 
@@ -85,6 +89,13 @@ def test_a_hook_of_the_data_module_before_the_transfer(tmp_path: Path) -> None:
     given, run = ScalingData(), trainer(tmp_path)
     run.fit(Small(), datamodule=given)
     assert given.means == [1.0] * 4
+
+
+def test_loaders_that_a_global_pass_would_read_at_once_are_refused(tmp_path: Path) -> None:
+    loaders = CombinedLoader([data(4), data(6)], "min_size")
+    sharded = trainer(tmp_path, strategy=UnicronFSDPStrategy(shard_size=1))
+    with pytest.raises(ConfigError, match=r"mode='min_size'\) in an evaluation; unicron_fsdp.*sequential"):
+        sharded.validate(Small(), loaders, verbose=False)
 
 
 def test_a_tensor_of_integers_is_warned_of_when_it_is_logged(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_every_sample_is_used_once_an_epoch_through_deaths(
         ("2", "test-1 predict-0", ""),
         ("2", "predict-1", ""),
         ("0", "validate-1 test-0", "1"),
-        ("2", "validate-0 test-2", "1"),
+        ("2", "validate-2 test-0", "1"),
     ],
 )
 def test_evaluations_without_a_fit_through_deaths(
