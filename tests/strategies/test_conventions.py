@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,8 +14,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from unicron_lightning import UnicronFSDPStrategy
+from unicron_lightning.data.combined_pass import CombinedPass
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.passes.global_passes import GlobalPasses
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning")
 
@@ -91,11 +93,11 @@ def test_a_hook_of_the_data_module_before_the_transfer(tmp_path: Path) -> None:
     assert given.means == [1.0] * 4
 
 
-def test_loaders_that_a_global_pass_would_read_at_once_are_refused(tmp_path: Path) -> None:
-    loaders = CombinedLoader([data(4), data(6)], "min_size")
-    sharded = trainer(tmp_path, strategy=UnicronFSDPStrategy(shard_size=1))
+def test_loaders_that_a_global_pass_would_read_at_once_are_refused() -> None:
+    loaders = CombinedPass(CombinedLoader([data(4), data(6)], "min_size"), 2, lambda combined: pytest.fail("made"))
+    passes: Any = SimpleNamespace(_strategy=SimpleNamespace(strategy_name="unicron_fsdp"))
     with pytest.raises(ConfigError, match=r"mode='min_size'\) in an evaluation; unicron_fsdp.*sequential"):
-        sharded.validate(Small(), loaders, verbose=False)
+        GlobalPasses.together(passes, loaders)
 
 
 def test_a_tensor_of_integers_is_warned_of_when_it_is_logged(tmp_path: Path) -> None:
