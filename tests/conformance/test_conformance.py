@@ -20,6 +20,8 @@ SHORT = (
     "optimizing.configure_optimizers[plateau]",
     "optimizing.manual[toggled]",
     "data.transfer_hooks[fit]",
+    "several.loaders_with_a_stream[cycle]",
+    "several.evaluation_of_loaders_at_once[stream_cycle]",
     "callbacks.stochastic_weight_averaging[norms]",
     "runs.hooks[fit]",
     "failing.error_in_callback[on_train_batch_end]",
