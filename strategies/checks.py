@@ -63,7 +63,8 @@ def check_module(module: pl.LightningModule, *, manual: bool = False) -> None:
         ConfigError: for manual optimization; for steps that take the data's iterator.
     """
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
-        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
+        step = getattr(module, name)
+        if callable(step) and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             raise ConfigError(
                 f"{type(module).__qualname__}.{name}(dataloader_iter) fetches its batches itself; the unicron strategy "
                 f"must know which rank has which batch: define {name}(batch, batch_idx)"

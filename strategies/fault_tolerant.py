@@ -100,6 +100,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         self._reports = StepReports()
         self._announcements = Announcements()
         self._last_batch: GlobalBatch | None = None
+        self._logged: bytes | None = None
+        """Values logged in the epoch of a checkpoint that was read."""
         self._broken_off = False
         """Whether an exception has ended the present run."""
 
@@ -348,12 +350,14 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        path = located(filepath)
         self.complete(checkpoint)
+        if self._session is None:  # a script saves what no run has changed
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         with self.engine.activity.during("checkpoint"):
-            digest = self.parallelism.checkpoints.save(checkpoint, path, storage_options)
+            digest = self.parallelism.checkpoints.save(checkpoint, filepath, storage_options)
         if digest is not None:
-            self.reported.report(self.engine, checkpoint, path, digest)
+            self.reported.report(self.engine, checkpoint, located(filepath), digest)
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
         """Add to Lightning's checkpoint of a fit the values logged in its epoch."""
@@ -366,12 +370,16 @@ class FaultTolerantStrategy(CollectingStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         path = self.reported.readable(checkpoint_path)
-        return self.parallelism.checkpoints.load(path, partial(super().load_checkpoint, path, *args, **kwargs))
+        read = partial(super().load_checkpoint, path, *args, **kwargs)
+        checkpoint = self.parallelism.checkpoints.load(path, read)
+        if self.lightning_module is not None and self.module.trainer.state.status == TrainerStatus.RUNNING:
+            self._logged = checkpoint.pop(join_state.LOGGED, None)  # hooks get what Lightning has written
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         self.parallelism.checkpoints.load_model(checkpoint, partial(super().load_model_state_dict, checkpoint, strict))
-        self._membership.logged = checkpoint.get(join_state.LOGGED)
+        self._membership.logged, self._logged = checkpoint.get(join_state.LOGGED, self._logged), None
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -116,8 +116,8 @@ class CheckpointStore(ABC):
         return state()
 
     @abstractmethod
-    def save(self, checkpoint: dict[str, Any], path: str, options: Any) -> str | None:
-        """Write a checkpoint.
+    def save(self, checkpoint: dict[str, Any], filepath: Any, options: Any) -> str | None:
+        """Write a checkpoint to a path or URL, as the script has given it.
 
         Returns:
             Its digest ("": it cannot be read back), or None if the task cannot resume from it.

@@ -25,7 +25,23 @@ Rounds = tuple[tuple[int, int], ...]
 
 
 class FollowedScheduler(GradientAccumulationScheduler):
-    """Takes the place of the script's callback: the trainer's own number of batches in a step stays 1."""
+    """Takes the place of the script's callback: the trainer's own number of batches in a step stays 1.
+
+    Args:
+        scheduling: as the script's.
+        accumulation: number of batches in a step by ``Trainer(accumulate_grad_batches=...)``.
+    """
+
+    def __init__(self, scheduling: dict[int, int], accumulation: int) -> None:
+        super().__init__(scheduling)
+        self._accumulation = accumulation
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check the settings as Lightning does, which refuses a number of batches beside a schedule."""
+        trainer.accumulate_grad_batches = self._accumulation
+        super().on_train_start(trainer, pl_module)
+        trainer.accumulate_grad_batches = 1
 
     @override
     def on_train_epoch_start(self, *_: Any) -> None:
@@ -48,12 +64,7 @@ def take_schedule(trainer: pl.Trainer) -> Rounds:
                 f"{type(callback).__qualname__}(scheduling={callback.scheduling}) may decide by more than its "
                 "schedule, which workers must know for all epochs: expected Lightning's GradientAccumulationScheduler"
             )
-        if trainer.accumulate_grad_batches not in (1, callback.scheduling[0]):
-            raise ConfigError(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and GradientAccumulationScheduler("
-                f"scheduling={callback.scheduling}) differ: leave one of them out"
-            )
-        callbacks[place] = FollowedScheduler(dict(callback.scheduling))
+        callbacks[place] = FollowedScheduler(dict(callback.scheduling), trainer.accumulate_grad_batches)
         rounds = tuple(sorted(callback.scheduling.items()))
     interval = getattr(trainer, "val_check_interval", None)
     if len({each for _, each in rounds}) > 1 and trainer.check_val_every_n_epoch is None and isinstance(interval, int):

@@ -23,7 +23,7 @@ from unicron_lightning.fsdp.whole import load_optimizer, load_parameters, whole_
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints, rest_of, write_checkpoint
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.checkpoint_files import total
+from unicron_lightning.worker.checkpoint_files import located, total
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
@@ -77,13 +77,13 @@ class ShardedCheckpoints(SingleFileCheckpoints):
         """Return an empty state, as `module_state`."""
         return {}
 
-    def save(self, checkpoint: dict[str, Any], path: str, options: Any) -> str | None:
+    def save(self, checkpoint: dict[str, Any], filepath: Any, options: Any) -> str | None:
         """Complete a checkpoint and write it; repeated by another replica if a worker dies meanwhile.
 
         Raises:
             ConfigError: a folder is to be written to a URL, or with options.
         """
-        strategy = self._parallel.strategy
+        strategy, path = self._parallel.strategy, located(filepath)
         if strategy.collectives.interrupted():
             logger.warning("checkpoint_left_out path=%s reason=interrupted, and it needs all workers", path)
             return None

@@ -20,7 +20,7 @@ from unicron_lightning.replica.copies import Stored
 from unicron_lightning.replica.fabric import run_released
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.strategies.parallelism import CheckpointStore
-from unicron_lightning.worker.checkpoint_files import total
+from unicron_lightning.worker.checkpoint_files import located, total
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
@@ -136,8 +136,9 @@ class GridCheckpoints(CheckpointStore):
         """Return an empty state: see `save`."""
         return {}
 
-    def save(self, checkpoint: dict[str, Any], path: str, options: Any) -> str | None:
+    def save(self, checkpoint: dict[str, Any], filepath: Any, options: Any) -> str | None:
         """Write a folder in Megatron's format, with all workers (`unicron_lightning.megatron.checkpoint`)."""
+        path = located(filepath)
         if self._grid.strategy.collectives.interrupted():
             logger.warning("checkpoint_left_out path=%s reason=interrupted, and it needs all workers", path)
             return None

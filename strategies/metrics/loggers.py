@@ -41,15 +41,26 @@ class _Following:
         """Rows that the rank 0 before this one has written, and this rank has not reached yet."""
         self._log = own.log_metrics
 
-    def __call__(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        if self.ahead and _is_written((dict(metrics), step), self.ahead.popleft()):
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        row = _row(*args, **kwargs)
+        if self.ahead and _is_written(row, self.ahead.popleft()):
             return
         self.ahead.clear()
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             self.rows.clear()
         else:
-            self.rows.append((dict(metrics), step))
-        self._log(metrics=dict(metrics), step=step)
+            self.rows.append(row)
+        self._log(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the script has put in the method's place knows, such as the calls of a mock."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._log, name)
+
+
+def _row(metrics: Mapping[str, Any], step: int | None = None, **_: Any) -> Row:
+    return dict(metrics), step
 
 
 def follow(loggers: Sequence[Logger]) -> None:

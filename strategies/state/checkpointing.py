@@ -6,7 +6,7 @@ import logging
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 import lightning.pytorch as pl
 import torch
@@ -22,7 +22,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.resuming import newest
-from unicron_lightning.worker.checkpoint_files import HashingFile, OpenCheckpoint, digest_of, size_of
+from unicron_lightning.worker.checkpoint_files import HashingFile, OpenCheckpoint, digest_of, located, size_of
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import LeaderAction, unpack_parts
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
 logger = logging.getLogger(__name__)
+
+_LIGHTNINGS: Final = TorchCheckpointIO.save_checkpoint
+_ASYNCHRONOUS: Final = AsyncCheckpointIO.save_checkpoint
 
 
 class SingleFileCheckpoints(CheckpointStore):
@@ -43,12 +46,12 @@ class SingleFileCheckpoints(CheckpointStore):
     def __init__(self, strategy: FaultTolerantStrategy) -> None:
         self._strategy = strategy
 
-    def save(self, checkpoint: dict[str, Any], path: str, options: Any) -> str | None:
+    def save(self, checkpoint: dict[str, Any], filepath: Any, options: Any) -> str | None:
         """Write a checkpoint by one worker, and by another if that one dies meanwhile."""
-        strategy = self._strategy
+        strategy, path = self._strategy, located(filepath)
 
         def write() -> bytes:
-            return write_checkpoint(strategy.checkpoint_io, checkpoint, path, options).encode()
+            return write_checkpoint(strategy.checkpoint_io, checkpoint, filepath, options).encode()
 
         if strategy.collectives.interrupted():
             # Not reported, unless it replaces a checkpoint that was: its digest would be wrong.
@@ -133,17 +136,28 @@ def rest_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
 
 
-def write_checkpoint(plugin: CheckpointIO, checkpoint: dict[str, Any], path: str, storage_options: Any) -> str:
+def write_checkpoint(plugin: CheckpointIO, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> str:
     """Write a checkpoint; return its digest, or "" if it cannot be read back."""
-    while isinstance(plugin, AsyncCheckpointIO) and plugin.checkpoint_io is not None:
-        plugin = plugin.checkpoint_io  # a checkpoint is reported once it is complete
-    if type(plugin) is TorchCheckpointIO and storage_options is None and "://" not in path:
+    while (inner := _inner(plugin)) is not None:
+        plugin = inner
+    path = located(filepath)
+    own = getattr(plugin.save_checkpoint, "__func__", None) is not _LIGHTNINGS  # of a script, or in place of it
+    if not own and storage_options is None and "://" not in path:
         return _write_file(checkpoint, Path(path))
-    plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
+    plugin.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+    if isinstance(plugin, AsyncCheckpointIO):
+        return ""  # it may still be written
     try:
         return digest_of(path)
     except OSError:
         return ""
+
+
+def _inner(plugin: CheckpointIO) -> CheckpointIO | None:
+    """Return the plugin that Lightning's asynchronous one calls: a checkpoint is reported once it is complete."""
+    if not isinstance(plugin, AsyncCheckpointIO):
+        return None
+    return plugin.checkpoint_io if getattr(plugin.save_checkpoint, "__func__", None) is _ASYNCHRONOUS else None
 
 
 def _write_file(checkpoint: dict[str, Any], path: Path) -> str:

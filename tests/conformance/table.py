@@ -21,6 +21,7 @@ PARTS: Final = (
     "runs",
     "failing",
     "tools",
+    "interfaces",
 )
 """Modules with scenarios, in this folder."""
 
