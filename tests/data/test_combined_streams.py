@@ -194,12 +194,17 @@ def test_states_are_not_used() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_worker_processes_end_with_the_iterators_that_they_serve() -> None:
-    opener = opener_of([numbers(8, num_workers=1), DataLoader(Stream(40, 40), batch_size=4, num_workers=1)])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_worker_processes_end_with_the_iterators_that_they_serve(persistent: bool) -> None:
+    indexed = numbers(8, num_workers=1, persistent_workers=persistent)
+    opener = opener_of([indexed, DataLoader(Stream(40, 40), batch_size=4, num_workers=1)])
     readers = [opener.open(0, 0), opener.open(0, 0)]
+    used = set()
     for _ in range(5):  # the first loader has two batches on a device
         assert same(*(reader.read() for reader in readers))
+        used |= {child.pid for child in multiprocessing.active_children()}
         assert len(multiprocessing.active_children()) == 4
+    assert len(used) == (4 if persistent else 8)
     for reader in readers:
         reader.close()
     assert not multiprocessing.active_children()

@@ -90,6 +90,7 @@ def loader_of_device(
         order.indices(*order.place(epoch, 0))  # a sampler of the user draws numbers, once in an epoch
     restore_random_states(states)
     settings = settings_of(loader, device, order.devices, workers)
+    settings["persistent_workers"] = loader.persistent_workers and settings["num_workers"] > 0
     batches = _Batches(order, epoch, device, single=loader.batch_sampler is None)
     if loader.batch_sampler is None:
         return DataLoader(loader.dataset, batch_size=None, sampler=batches, **settings)
@@ -120,14 +121,15 @@ class _Batches:
 
 
 class _Again:
-    """A loader whose next iterator ends the worker processes of the one before."""
+    """A loader whose next iterator ends the worker processes of the one before, unless they are persistent."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        self.close()
+        if not self._loader.persistent_workers:
+            self.close()
         self._iterator = iter(self._loader)
         return self._iterator
 
