@@ -163,6 +163,7 @@ class Parallelism(ABC):
         shuffles: whether training data is shuffled as under ddp.
         shards: devices that compute a micro-batch together, in the declared world.
         streams: whether training data may be iterable.
+        one_size: whether all micro-batches must have the same number of samples.
         scheduled: whether the number of a step's micro-batches may depend on the data epoch.
         optimizes_manually: whether modules may have ``automatic_optimization=False``.
         manual: runs the steps of such a module while it trains.
@@ -174,6 +175,7 @@ class Parallelism(ABC):
     shuffles: bool
     shards: int
     streams = False
+    one_size = False
     scheduled = True
     optimizes_manually = False
     manual: ManualSteps | None = None

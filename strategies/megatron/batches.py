@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,9 +46,7 @@ class StageSteps:
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
         strategy, member = self._grid.strategy, self._grid.member
         batches = StageBatches(self._grid, batch, where[0] if where else 0)
-        operation = ReplicaStep(
-            batch.micro_batches, member.model, member.fabric, partial(member.model.call, batches.forward), batches.sums
-        )
+        operation = ReplicaStep(batches.places, member.model, member.fabric, batches.call, batches.sums)
         strategy.engine.run(operation)
         assert operation.sums is not None
         self.grad_norm = operation.grad_norm
@@ -69,6 +66,10 @@ class StageBatches:
         grid: provides module, seed and place.
         batch: locates the samples.
         step_in_epoch: Lightning's batch index.
+
+    Attributes:
+        places: numbers of the micro-batches in a full step, and of those that are missing before the last one, so that
+            a replica reads the stream of its device.
     """
 
     def __init__(self, grid: MegatronParallel, batch: GlobalBatch, step_in_epoch: int) -> None:
@@ -76,7 +77,17 @@ class StageBatches:
         self._strategy = grid.strategy
         self._batch = batch
         self._index = step_in_epoch
+        self._numbers = dict(zip(batch.in_full_step, batch.micro_batches, strict=True))
         self._done: dict[int, tuple[Tensor, list[LogCall]]] = {}
+        self.places = range(batch.in_full_step[-1] + 1)
+
+    def call(self, micro_batches: Sequence[int], *, last: bool) -> None:
+        """Run some of `places` together with the partners; see `replica.step.Call`."""
+        numbers = self._present(micro_batches)
+        if numbers:
+            self._grid.member.model.call(self.forward, numbers, last=last)
+        for number in numbers:
+            self._batch.finished(number)
 
     def forward(self, micro_batch: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Run a forward step; see `megatron.model.ForwardStep`."""
@@ -101,14 +112,17 @@ class StageBatches:
 
         return output, loss
 
-    def sums(self, micro_batches: Sequence[int]) -> StepSums:
+    def sums(self, places: Sequence[int]) -> StepSums:
         """Return the step's other sums, which one worker of each replica contributes."""
         norms, no_buffers = NormStatistics(self._strategy.module), ModuleBuffers(nn.Module())
         sums = StepSums(self._strategy.agreed, norms, no_buffers, AllUsed())
         if self._grid.tells:
-            for micro_batch in micro_batches:
+            for micro_batch in self._present(places):
                 sums.add(*self._done[micro_batch])
         return sums
+
+    def _present(self, places: Sequence[int]) -> list[int]:
+        return [self._numbers[place] for place in places if place in self._numbers]
 
 
 def stage_batch(

@@ -6,10 +6,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.order import check_loader
-from unicron_lightning.data.sources import Batches, name_of
+from unicron_lightning.data.sources import Batches, Reopened, name_of
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.grid import Shape
 
@@ -131,11 +131,12 @@ def check_megatron_loader(loader: DataLoader[Any], size: int | None = None) -> i
     Raises:
         ConfigError: naming the alternative.
     """
-    check_loader(loader)
+    check_loader(loader, streams=True)
     assert isinstance(loader, DataLoader)
     own: int | None = loader.batch_size
     if own is None:
-        given = f"data, a {name_of(loader)}," if isinstance(loader.dataset, Batches) else "DataLoader"
+        no_loader = isinstance(loader.dataset, Batches | Reopened)
+        given = f"data, a {name_of(loader)}," if no_loader else "DataLoader"
         raise ConfigError(
             f"the training {given} has no batch_size; the unicron_megatron strategy takes it as Megatron's "
             "micro_batch_size: use DataLoader(batch_size=...)"
@@ -145,6 +146,13 @@ def check_megatron_loader(loader: DataLoader[Any], size: int | None = None) -> i
             f"the training data has loaders with batch_size={size} and with batch_size={own}, but Megatron has one "
             "micro_batch_size: give all of them the same batch_size"
         )
+    if isinstance(loader.dataset, IterableDataset):
+        if not loader.drop_last:
+            raise ConfigError(
+                f"the training data, a {name_of(loader)}, is iterable, so that the last batch of {own} samples may be "
+                "smaller, which pipeline stages cannot exchange: use DataLoader(drop_last=True)"
+            )
+        return own
     samples = len(loader.sampler)  # type: ignore[arg-type]
     if not loader.drop_last and samples % own:
         raise ConfigError(

@@ -265,7 +265,7 @@ class Loaders:
             fetcher: Any = trainer.fit_loop._data_fetcher
             fetcher.prefetch_batches = 0
 
-        streams = Streams(opener, shape, ends)
+        streams = Streams(opener, shape, ends, one_size=strategy.parallelism.one_size)
         return StreamLoader(
             opener.loader,
             shape,

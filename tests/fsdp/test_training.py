@@ -57,17 +57,22 @@ def test_an_undisturbed_run_equals_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos
-def test_kills_heal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [None, {}, {"num_workers": 2}, {"num_workers": 1, "stateful": True}], ids=str)
+def test_kills_heal(tmp_path: Path, stream: dict[str, Any] | None) -> None:
     schedule = [
         die("forward", 0, 1),
         die("validation", 1, 0),
         die("reduce", 1, 1),
         die("commit", 0, 0),
     ]
-    settings = {"steps": 12, "full": 4, "validate": 5, "dropout": 0.0}
+    samples = 4096 if stream is None else 145
+    settings = {"steps": 12, "full": 4, "validate": 5, "stream": stream, "samples": samples}
     run(tmp_path, settings, schedule, 5, "2:4")
     struck = [note["point"] for note in notes(tmp_path, "fault")]
     assert struck == [fault["point"] for fault in schedule]
+    if stream == {}:  # a joiner reads one stream, too, besides the check
+        assert all(len({*path.read_text().split()} - {"0"}) <= 2 for path in tmp_path.glob("opened-*"))
+    assert bool(list(tmp_path.glob("continued-*"))) == (stream is not None and "stateful" in stream)
     check(tmp_path, settings, 4)
 
 

@@ -11,7 +11,6 @@ import os
 import pydoc_data.topics
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ SETTINGS: dict[str, Any] = {
     "clips": "norm",  # or "value"
     "eps": 1e-8,  # of AdamW
     "samples": 4096,
+    "stream": None,  # options of a loader of an iterable data set, see `streamed.stream`; None: the data have an index
     "several": False,  # whether a second, shorter loader of batches has as much weight
     "dropout": 0.0,
     "reference": "auto",  # strategy of the run without an agent; "unicron" has the same dropout
@@ -74,10 +74,7 @@ class Text(Dataset[Any]):
 
 
 class Batches(list[Any]):
-    """A list that Lightning takes as one loader: of batches of one sample."""
-
-    def __init__(self, samples: Iterable[Any]) -> None:
-        super().__init__([part[None] for part in sample] for sample in samples)
+    """A list that Lightning takes as one loader."""
 
 
 class Block(nn.Module):
@@ -255,10 +252,9 @@ def main(make: type[Model] = Model) -> None:
         default_root_dir=folder,
         callbacks=[Watch(folder, settings, note, Faults(folder, note)), *saving(folder, settings, alone=alone)],
     )
-    data = DataLoader(Text(settings["samples"]), batch_size=BATCH, shuffle=False)
     judged = DataLoader(Text(22), batch_size=3) if validate else None
     module = make(settings)
-    given = ordered(data, workers) if alone else data
+    given = data_of(folder, settings, workers, alone=alone)
     trainer.fit(module, both(given) if settings["several"] else given, judged, ckpt_path=settings["resume"])
     if settings["tests"]:
         trainer.test(module, judged, verbose=False)
@@ -289,6 +285,19 @@ def strategy_of(settings: dict[str, Any], *, alone: bool) -> Any:
     return "auto" if settings["reference"] == "auto" else UnicronStrategy()
 
 
+def data_of(folder: Path, settings: dict[str, Any], workers: int, *, alone: bool) -> Any:
+    """The training data, in the reference in the order of the distributed run."""
+    from streamed import in_order, stream
+
+    samples, options = Text(settings["samples"]), settings["stream"]
+    if options is None:
+        data = DataLoader(samples, batch_size=BATCH, shuffle=False)
+        return ordered(data, workers) if alone else data
+    if alone:
+        return Batches(in_order(samples, BATCH, options, workers))
+    return stream(samples, BATCH, options, folder)
+
+
 def ordered(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
     """The micro-batches in the order of the distributed run: the shuffle of ddp for seed 5."""
     from unicron_lightning.data.order import DataOrder, StepShape
@@ -300,7 +309,8 @@ def ordered(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
 
 def both(loader: DataLoader[Any]) -> dict[str, Any]:
     """A loader, and a shorter one of batches."""
-    return {"text": loader, "second": Batches(loader.dataset[number] for number in range(SECOND))}
+    samples = (loader.dataset[number] for number in range(SECOND))
+    return {"text": loader, "second": Batches([part[None] for part in sample] for sample in samples)}
 
 
 if __name__ == "__main__":

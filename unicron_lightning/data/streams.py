@@ -19,8 +19,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.stream_reader import StreamChanged, StreamOpener, StreamReader, StreamState
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker import codec
 
 logger = logging.getLogger(__name__)
@@ -101,10 +105,12 @@ class Streams:
         opener: opens them.
         shape: of the steps.
         ends: receives the ends that are found.
+        one_size: refuse batches that differ from the first one in their number of samples.
     """
 
-    def __init__(self, opener: StreamOpener, shape: StepShape, ends: StreamEnds) -> None:
+    def __init__(self, opener: StreamOpener, shape: StepShape, ends: StreamEnds, *, one_size: bool = False) -> None:
         self._opener = opener
+        self._one_size = one_size
         self._declared = shape
         self._shape = shape.of(0)
         self._ends = ends
@@ -120,6 +126,7 @@ class Streams:
 
         Raises:
             StreamChanged: the stream ends before it.
+            ConfigError: it has another size than the first batch.
         """
         if not self._read_to(epoch, stream, number):
             raise StreamChanged(
@@ -222,11 +229,23 @@ class Streams:
             except StopIteration:
                 self._ends.found[stream] = reader.next
                 return False
+            self._check_size(batch, *place)
             if state is not None:
                 self._ends.taken[stream] = StreamState(place[1], state, _digest(batch))
             if place[1] >= self._start:
                 self._held[place] = batch
         return (stream, number) in self._held
+
+    def _check_size(self, batch: Any, stream: int, number: int) -> None:
+        if not self._one_size:
+            return
+        size, wanted = _size(batch), _size(self._first_batch)
+        if wanted is not None and size != wanted:
+            raise ConfigError(
+                f"{self._opener.name}: batch {number} of stream {stream} has {size} samples, the first batch has "
+                f"{wanted}; pipeline stages exchange tensors of one shape: expected batches of one size, as with "
+                "DataLoader(batch_size=..., drop_last=True)"
+            )
 
     def _opened(self, epoch: int, stream: int, number: int) -> StreamReader:
         """Open a stream to read a batch: at the newest state before it, if the same batch follows as at first."""
@@ -254,6 +273,12 @@ class Streams:
 
 def _plain(states: Mapping[int, StreamState]) -> dict[int, tuple[int, bytes, str]]:
     return {stream: (state.number, state.data, state.digest) for stream, state in states.items()}
+
+
+def _size(batch: Any) -> int | None:
+    """Return the size of a batch's first tensor along its first dimension; None without one."""
+    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    return next((len(tensor) for tensor in tensors), None)
 
 
 def _digest(batch: Any) -> str:
