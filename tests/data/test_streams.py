@@ -138,6 +138,15 @@ def test_a_stream_that_has_become_shorter_is_noticed() -> None:
         streams_of(Shards(size=6)).get(4, 1, 1)
 
 
+def test_batches_of_another_size_are_refused_where_they_must_have_one() -> None:
+    loader: DataLoader[Any] = DataLoader(Shards(size=10), batch_size=2)
+    streams = Streams(StreamOpener(loader, SHAPE.devices, 1, devices.seen_as), SHAPE, StreamEnds(), one_size=True)
+    streams.check()
+    streams.look(0, 0, [0])
+    with pytest.raises(ConfigError, match="Shards: batch 1 of stream 1 has 1 samples, the first batch has 2"):
+        streams.look(0, 0, [1])
+
+
 def test_set_epoch_is_called() -> None:
     class Epochs(Shards):
         def set_epoch(self, epoch: int) -> None:

@@ -25,6 +25,8 @@ MICRO_BATCH = 2
 SAMPLES, CHUNK = 4096, 1000
 SECOND = 12
 """Number of samples of the second loader."""
+STREAMED = 27
+"""Number of samples of an iterable data set."""
 VALIDATED = 22
 """Number of validation samples."""
 
@@ -56,16 +58,16 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
     stage = parallel_state.get_pipeline_model_parallel_rank()
 
     def forward_step(batches: Any, model: Any) -> Any:
-        place, batch = next(batches)
+        place, batch, weight = next(batches)
         seed_micro_batch(1234, place, tensor, stage, torch.device("cpu"))
-        return toy.forward(model, batch), lambda output: (toy.loss(output), {})
+        return toy.forward(model, batch), lambda output: (toy.loss(output) * weight, {})
 
     for step in range(max(steps)):
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=_batches(data, step, settings),
+            data_iterator=(_streamed if settings.get("stream") else _batches)(data, step, settings),
             model=[ddp],
             num_microbatches=settings["accumulation"],
             seq_length=options.length,
@@ -123,8 +125,9 @@ def _samples(settings: dict[str, Any], length: int) -> Any:
     return Subset(text, list(ChunkOrder(chunks, settings["dp"], None)))
 
 
-def _batches(data: Any, step: int, settings: dict[str, Any]) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
-    """The micro-batches of this replica: every ``replicas``-th, with samples distributed as by `DistributedSampler`.
+def _batches(data: Any, step: int, settings: dict[str, Any]) -> Iterator[tuple[Any, dict[str, torch.Tensor], float]]:
+    """The micro-batches of this replica: every ``replicas``-th, with samples distributed as by `DistributedSampler`,
+    and their weight.
 
     With ``several`` the second half of each is from the first `SECOND` samples, again and again.
     """
@@ -137,7 +140,21 @@ def _batches(data: Any, step: int, settings: dict[str, Any]) -> Iterator[tuple[A
             samples = [*samples[: MICRO_BATCH // 2], *again[MICRO_BATCH // 2 :]]
         epoch, within = divmod(step, len(data) // (MICRO_BATCH * share * replicas))
         batch = default_collate([data[sample % len(data)] for sample in samples])
-        yield (1, epoch, within, number * replicas + own), batch
+        yield (1, epoch, within, number * replicas + own), batch, 1.0
+
+
+def _streamed(data: Any, step: int, settings: dict[str, Any]) -> Iterator[tuple[Any, dict[str, torch.Tensor], float]]:
+    """The micro-batches of this replica's stream, and their weights; after its end others with the weight 0."""
+    share, replicas = settings["accumulation"], settings["dp"]
+    sizes = [len(range(replica, STREAMED, replicas)) // MICRO_BATCH for replica in range(replicas)]
+    epoch, within = divmod(step, -(-max(sizes) // share))
+    own = parallel_state.get_data_parallel_rank()
+    rounds = range(within * share, (within + 1) * share)
+    present = [(number, replica) for number in rounds for replica in range(replicas) if number < sizes[replica]]
+    for number in rounds:
+        runs = (number, own) in present
+        batch = default_collate([data[sample] for sample in _round(number if runs else 0, own, replicas)])
+        yield (1, epoch, within, present.index((number, own)) if runs else 0), batch, float(runs)
 
 
 def _round(number: int, own: int, replicas: int) -> list[int]:

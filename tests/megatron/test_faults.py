@@ -51,7 +51,7 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         ],
     ),
     "zero1": (
-        {"pp": 2, **ZERO1},
+        {"pp": 2, "stream": True, **ZERO1},
         [
             die("reduce", 0, 1),
             # Other workers have stepped their shards and must return to the previous version. From now on no replica's

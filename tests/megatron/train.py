@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ warnings.simplefilter("ignore")  # hide megatron-core's warnings about packages 
 import faulthandler  # noqa: E402
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 from unicron_lightning.megatron import shim  # noqa: E402
 
@@ -35,7 +37,7 @@ import lightning.pytorch as pl  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
+from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
 
 from unicron_lightning.local_cluster.processes import until  # noqa: E402
 from unicron_lightning.megatron import toy  # noqa: E402
@@ -44,6 +46,7 @@ from unicron_lightning.worker.communication.communicator import CommunicatorAbor
 MICRO_BATCH = 2
 VALIDATION = {"samples": 22, "batch": 3}  # two global batches, and the last batch is smaller
 SECOND = 12  # samples of a second loader, which begins again in the second step
+STREAMED = 27  # two replicas have streams of 7 and 6 micro-batches, whose fourth step has one
 SEED = 1234
 SETTINGS: dict[str, Any] = {
     "tp": 1,
@@ -65,6 +68,7 @@ SETTINGS: dict[str, Any] = {
     "optimizer": {},
     "redundancy": None,  # of the distributed optimizer's shards
     "several": False,  # whether half of each micro-batch is from a second, shorter loader
+    "stream": False,  # whether the first `STREAMED` samples are an iterable data set
     "chunks": None,  # path of the same samples as litData's chunks of `CHUNK`
     "unfit": None,  # [tp, pp] in which building the model fails
     "accelerator": "cpu",
@@ -169,6 +173,17 @@ class Model(pl.LightningModule):
         }
 
 
+class Streamed(IterableDataset[Any]):
+    """The samples of a data set, divided among replicas."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(dist.get_rank(), len(self._samples), dist.get_world_size()):
+            yield self._samples[number]
+
+
 def mixed(batch: Any) -> Any:
     """The first half of the first loader's samples, and the second half of the second one's."""
     half = MICRO_BATCH // 2
@@ -246,6 +261,8 @@ def savers(folder: Path, settings: dict[str, Any]) -> list[pl.Callback]:
 def data_of(settings: dict[str, Any], length: int) -> Any:
     """The training data."""
     data: Any = DataLoader(toy.Text(length, limit=4096), batch_size=MICRO_BATCH, drop_last=True)
+    if settings["stream"]:
+        data = DataLoader(Streamed(toy.Text(length, limit=STREAMED)), batch_size=MICRO_BATCH, drop_last=True)
     if settings["chunks"]:
         import litdata
 

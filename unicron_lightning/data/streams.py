@@ -2,8 +2,9 @@
 
 Stream ``d`` of ``W`` yields what device ``d`` would read under Lightning's ``ddp``: while it is read,
 `torch.distributed.get_rank` and ``get_world_size``, the trainer's properties and the variables RANK and WORLD_SIZE are
-``d`` and ``W``, whichever worker reads it. Its random state belongs to it. So any worker can open a stream again and
-skip to the batch that a dead rank was computing, if the data set repeats itself, which `Streams.check` examines.
+``d`` and ``W``, whichever worker reads it. With Megatron's parallelism a device is a replica here. The stream's random
+state belongs to it. So any worker can open a stream again and skip to the batch that a dead rank was computing, if the
+data set repeats itself, which `Streams.check` examines.
 
 Lengths are unknown. A worker reads one step ahead in the streams of its micro-batches, after it has computed them; an
 end that it finds travels with the commit (`StreamEnds`), so that all ranks know the composition of the next step. If

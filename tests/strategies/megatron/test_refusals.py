@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from programs.data_worker import Reopenable
+from programs.stream_worker import Numbers
 from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("megatron.core.package_info")
@@ -98,6 +100,14 @@ def test_loaders() -> None:
     with pytest.raises(ConfigError, match="the training data, a list, has no batch_size"):
         check_megatron_loader(as_loader([torch.zeros(2, 1)], 1))
     assert check_megatron_loader(DataLoader(data, batch_size=2, drop_last=True), 2) == 2
+    stream = Numbers(3)
+    with pytest.raises(
+        ConfigError, match=r"a Numbers, is iterable, .* batch of 2 samples .* use DataLoader\(drop_last"
+    ):
+        check_megatron_loader(DataLoader(stream, batch_size=2))
+    with pytest.raises(ConfigError, match="a Reopenable, has no batch_size"):
+        check_megatron_loader(as_loader(Reopenable(), 1))
+    assert check_megatron_loader(DataLoader(stream, batch_size=2, drop_last=True)) == 2
     with pytest.raises(ConfigError, match="batch_size=3 and with batch_size=2"):
         check_megatron_loader(DataLoader(data, batch_size=2, drop_last=True), 3)
     with pytest.raises(ConfigError, match="validation DataLoader has no batch_size"):
