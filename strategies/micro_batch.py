@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 FORWARD = 1
 """Distinguishes the random state of computing from that of fetching, at the same place."""
 
+UNCOUNTED = -1
+"""Number under which changes of a micro-batch are recorded that does not count."""
 
 Held = tuple[list[Tensor], dict[str, tuple[State, Any]], dict[int, Tensor]]
 """Changes of a micro-batch that is paused."""
@@ -159,7 +161,7 @@ class MicroBatches:
                 plugin.backward(scaled, module, strategy.optimizers[0])
         if counts:
             self._sums.add(loss, calls)
-        self._effects.finish_micro_batch(micro_batch)
+        self._effects.finish_micro_batch(micro_batch if counts else UNCOUNTED)
         if counts:
             self._batch.finished(micro_batch)
         self._last_output = apply_to_collection(output, Tensor, Tensor.detach)

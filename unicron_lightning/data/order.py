@@ -227,15 +227,9 @@ def check_loader(loader: DataLoader[Any], *, streams: bool = False) -> None:
         if streams:
             return
         raise ConfigError(
-<<<<<<< HEAD
-            f'{name_of(loader)} is an iterable data set, which strategy="unicron" takes, and "unicron_fsdp" in '
-            "training; here a lost rank's samples can be read by others only by index. "
+            f'{name_of(loader)} is an iterable data set, which strategy="unicron" takes, and the others in training; '
+            "here a lost rank's samples can be read by others only by index. "
             "Implement __len__ and __getitem__ (a map-style data set), e.g. over an index of the stream"
-=======
-            f'{name_of(loader)} is an iterable data set, which strategy="unicron" takes in evaluations, and as the '
-            "only loader of training, as the other strategies do; here a lost rank's samples can be read by others "
-            "only by index. Implement __len__ and __getitem__ (a map-style data set), e.g. over an index of the stream"
->>>>>>> dd6118a (Iterable data sets in training with unicron_megatron: tests and documents)
         )
     source: Sampler[Any] | Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     try:
