@@ -50,7 +50,6 @@ class DataParallel(Parallelism):
     whole = True
     shuffles = True
     shards = 1
-    streams = True
     optimizes_manually = True
     steps: WholeModelSteps
 

@@ -22,6 +22,7 @@ from unicron_lightning.data.combined_pass import CombinedPass
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.pass_loaders import EvaluationLoader, PassLoader
+from unicron_lightning.data.stream_pass import StreamPass
 from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.passes.prediction import Predictions
 from unicron_lightning.strategies.session import Session
@@ -80,7 +81,7 @@ class EvaluationRunner(Protocol):
 
     def loader(
         self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape
-    ) -> EvaluationLoader | PassLoader: ...
+    ) -> EvaluationLoader | PassLoader | StreamPass: ...
 
     def together(self, combined: CombinedPass) -> EvaluationLoader:
         """Return the loader of several loaders that are read at once.
@@ -162,7 +163,6 @@ class Parallelism(ABC):
         whole: whether each worker holds all of it, so that the workers can be compared, and are torch's default group.
         shuffles: whether training data is shuffled as under ddp.
         shards: devices that compute a micro-batch together, in the declared world.
-        streams: whether training data may be iterable.
         one_size: whether all micro-batches must have the same number of samples.
         scheduled: whether the number of a step's micro-batches may depend on the data epoch.
         optimizes_manually: whether modules may have ``automatic_optimization=False``.
@@ -174,7 +174,6 @@ class Parallelism(ABC):
     whole: bool
     shuffles: bool
     shards: int
-    streams = False
     one_size = False
     scheduled = True
     optimizes_manually = False
@@ -196,6 +195,10 @@ class Parallelism(ABC):
     @abstractmethod
     def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
         """Return this process's session, and whether it is new."""
+
+    def streams(self, trainer: pl.Trainer) -> bool:
+        """Return whether the data of a trainer's present stage may be iterable."""
+        return True
 
     def begin(self, session: Session) -> None:  # noqa: B027
         """Prepare for the model's construction; the seed is known."""

@@ -60,7 +60,6 @@ class FsdpParallel(Parallelism):
     whole = False
     shuffles = True
     shards = 1
-    streams = True
     steps: ShardedSteps
     checkpoints: ShardedCheckpoints
 
@@ -122,6 +121,9 @@ class FsdpParallel(Parallelism):
         fabric.begin(session.control, joins=session.is_joiner)
         self.size = fabric.shape.shards  # an operator's order replaces the script's
         return session, is_new
+
+    def streams(self, trainer: pl.Trainer) -> bool:
+        return not trainer.predicting
 
     def begin(self, session: Session) -> None:
         strategy, fabric = self.strategy, self.member.fabric

@@ -77,6 +77,35 @@ class ShardedSteps:
         return plugin.post_backward(loss, module)
 
 
+class Rows:
+    """The rows of a global batch. A row has the micro-batches that it has in a full one. Where some are missing, as
+    those of streams that have ended, a worker has one that does not count.
+
+    Args:
+        batch: the global batch.
+        size: micro-batches of a row, one for each shard.
+        shard: of this worker.
+
+    Attributes:
+        numbers: of all rows.
+    """
+
+    def __init__(self, batch: GlobalBatch, size: int, shard: int) -> None:
+        self.numbers = list(range(batch.in_full_step[-1] // size + 1))
+        self._size, self._shard = size, shard
+        self._present = dict(zip(batch.in_full_step, batch.micro_batches, strict=True))
+        self._last = batch.micro_batches[-1]
+
+    def own(self, row: int) -> tuple[int, bool]:
+        """Return this worker's micro-batch of a row, and whether it counts."""
+        number = self._present.get(row * self._size + self._shard)
+        return self._last if number is None else number, number is not None
+
+    def is_empty(self, row: int) -> bool:
+        """Return whether no shard has a micro-batch that counts."""
+        return not any(place in self._present for place in range(row * self._size, (row + 1) * self._size))
+
+
 class StepRows:
     """Runs this worker's micro-batches of a step, row by row.
 
@@ -87,15 +116,14 @@ class StepRows:
         takes_index: whether the module's ``training_step`` takes the batch index.
 
     Attributes:
-        numbers: of all rows of the step. A row has the micro-batches that it has in a full step; where some are
-            missing, as those of streams that have ended, this worker may have one that does not count.
+        numbers: of all rows of the step.
     """
 
     def __init__(self, parallel: FsdpParallel, batch: GlobalBatch, effects: Effects, *, takes_index: bool) -> None:
-        self.numbers = list(range(parallel.rows(range(batch.in_full_step[-1] + 1))))
+        self._rows = Rows(batch, parallel.size, parallel.shard)
+        self.numbers = self._rows.numbers
         self._parallel = parallel
         self._effects = effects
-        self._numbers = dict(zip(batch.in_full_step, batch.micro_batches, strict=True))
         self._micro_batches = batch.micro_batches
         self._done: dict[int, _Row] = {}
         self._row = _Row(number=0, counts=False)
@@ -106,11 +134,9 @@ class StepRows:
         """Run some rows together with the partners; see `replica.step.Call`."""
         bucket = self._effects.norms.bucket
         for row in micro_batches:
-            present = [place for place in self._places(row) if place in self._numbers]
-            own = self._numbers.get(self._places(row)[self._parallel.shard])
-            number, counts = self._micro_batches[-1] if own is None else own, own is not None
+            number, counts = self._rows.own(row)
             self._row = self._done[row] = _Row(number=number, counts=counts)
-            if not present:
+            if self._rows.is_empty(row):
                 continue
             if bucket is not None:
                 bucket.local.zero_()
@@ -122,11 +148,6 @@ class StepRows:
             self._parallel.strategy.engine.activity.computed()
             if bucket is not None and counts:
                 self._row.norms = bucket.local.clone()
-
-    def _places(self, row: int) -> range:
-        """Return the numbers of a row's micro-batches in a full step, by shard."""
-        size = self._parallel.size
-        return range(row * size, (row + 1) * size)
 
     def add(self, loss: Tensor | None, calls: Sequence[LogCall]) -> None:
         """Record the results of a micro-batch that counts."""

@@ -11,6 +11,8 @@ from typing_extensions import override
 from unicron_lightning.data.order import check_loader
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
+from unicron_lightning.strategies.fsdp.steps import Rows
+from unicron_lightning.strategies.micro_batch import UNCOUNTED
 from unicron_lightning.strategies.passes.global_passes import GlobalPasses, PassBatch
 from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
 from unicron_lightning.worker.ledger import share
@@ -33,7 +35,7 @@ class ShardedEvaluation(GlobalPasses):
 
     @override
     def check_data(self, loader: DataLoader[Any]) -> None:
-        check_loader(loader)
+        check_loader(loader, streams=True)
 
     @override
     def operation(self, batch: PassBatch) -> ReplicaEvaluation:
@@ -83,8 +85,8 @@ class _PassRows:
     """
 
     def __init__(self, parallel: FsdpParallel, batch: PassBatch) -> None:
-        self.numbers = list(range(parallel.rows(batch.batch.micro_batches)))
-        self._parallel = parallel
+        self._rows = Rows(batch.batch, parallel.size, parallel.shard)
+        self.numbers = self._rows.numbers
         self._strategy = parallel.strategy
         self._batch = batch
         self._buffers = EvaluationBuffers(parallel.strategy.module)
@@ -94,11 +96,15 @@ class _PassRows:
         """Run some rows forward, together with the partners."""
         strategy, engine, batch = self._strategy, self._strategy.engine, self._batch
         for row in rows:
-            number, counts = self._parallel.micro_batch(row, batch.batch.micro_batches)
+            number, counts = self._rows.own(row)
+            self._counted[row] = [number] if counts else []
+            if self._rows.is_empty(row):
+                continue
             engine.activity.enter("validation", number)
             engine.fault("validation", engine.step)
             seed_all(place_seed(strategy.seed, *batch.place(number)))
-            data = strategy.to_device(batch.batch.fetch(number), batch.loader)
+            fetch = batch.batch.fetch if counts else batch.batch.stand_in
+            data = strategy.to_device(fetch(number), batch.loader)
             batch.metrics.start_micro_batch()
             try:
                 with batch.recording(data) as calls, strategy.precision_plugin.val_step_context():
@@ -108,9 +114,10 @@ class _PassRows:
                 raise
             finally:
                 self._buffers.undo()
-            batch.metrics.finish_micro_batch(number)
-            self._counted[row] = [number] if counts else []
-            batch.calls[number] = calls
+            batch.metrics.finish_micro_batch(number if counts else UNCOUNTED)
+            if counts:
+                batch.calls[number] = calls
+                batch.batch.finished(number)
 
     def results(self, rows: Collection[int]) -> bytes:
         """Encode the values logged by this worker's batches of some rows."""

@@ -54,7 +54,6 @@ class MegatronParallel(Parallelism):
     """
 
     whole = False
-    streams = True
     one_size = True
     scheduled = False
     shuffles = False
@@ -119,6 +118,9 @@ class MegatronParallel(Parallelism):
         session, is_new = Session.of_process(device, grid.replicas * grid.shards, on_world, fabric)
         fabric.begin(session.control, joins=session.is_joiner)
         return session, is_new
+
+    def streams(self, trainer: pl.Trainer) -> bool:
+        return trainer.training
 
     def begin(self, session: Session) -> None:
         strategy, fabric = self.strategy, self.member.fabric

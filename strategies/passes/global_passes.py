@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.combined_pass import CombinedPass
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.pass_loaders import PassLoader
 from unicron_lightning.data.seeding import preserved
+from unicron_lightning.data.stream_pass import StreamPass
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype, merge_calls
@@ -65,7 +66,7 @@ class GlobalPasses(ABC):
         for loop in evaluation_loops(trainer):
             loop._results = RecordingResults(False, self._strategy.reduce, dtype=dtype)
 
-    def loader(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape) -> PassLoader:
+    def loader(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape) -> PassLoader | StreamPass:
         """Return the loader for the evaluation loop.
 
         Raises:
@@ -73,6 +74,8 @@ class GlobalPasses(ABC):
         """
         self.check_data(loader)
         most = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
+        if isinstance(loader.dataset, IterableDataset):
+            return self._strategy.loaders.stream_pass(trainer, loader, most if isinstance(most, int) else math.inf)
         return PassLoader(
             loader,
             shape,
@@ -147,6 +150,8 @@ class PassBatch:
 
     def place(self, number: int) -> tuple[int, int, int, int]:
         """Place of a micro-batch, which decides its random state."""
+        if self.batch.ends is not None:  # which has numbers of its own in each global batch
+            number += self.batch.step * self._strategy.shape.micro_batches
         return VALIDATION, self.batch.epoch, self.loader, number
 
     def recording(self, data: Any) -> AbstractContextManager[list[LogCall]]:
@@ -154,17 +159,23 @@ class PassBatch:
         return self._results.recording(data)
 
     def results(self, numbers: Iterable[int]) -> bytes:
-        """Encode the values logged by some micro-batches, and the states of metric objects."""
-        recorded = self.metrics.recorded
-        return codec.encode(
-            {number: [[call.plain() for call in self.calls[number]], recorded.get(number, {})] for number in numbers}
-        )
+        """Encode the values logged by some micro-batches, and the states of metric objects; with ends of streams."""
+        recorded, ends = self.metrics.recorded, self.batch.ends
+        logged = {
+            number: [[call.plain() for call in self.calls[number]], recorded.get(number, {})] for number in numbers
+        }
+        return codec.encode([logged, {} if ends is None else ends.found])
 
     def log(self, parts: Sequence[bytes]) -> None:
         """Log the values of all micro-batches, reduced over them."""
         logged: dict[int, Any] = {}
+        found: dict[int, int] = {}
         for part in parts:
-            logged.update(codec.decode(part))
+            results, ends = codec.decode(part)
+            logged.update(results)
+            found.update(ends)
+        if self.batch.ends is not None:
+            self.batch.ends.agree([{"ends": found, "states": {}}])
         assert sorted(logged) == list(self.batch.micro_batches), "each batch counts once"
         self.metrics.commit({number: states for number, (_, states) in logged.items()})
         calls = [LogCall.from_plain(call) for number in sorted(logged) for call in logged[number][0]]

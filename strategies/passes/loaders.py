@@ -26,8 +26,9 @@ from unicron_lightning.data.pass_loaders import EvaluationLoader, IndexedBatches
 from unicron_lightning.data.sources import Batches, as_loader
 from unicron_lightning.data.stream_batches import StreamBatches
 from unicron_lightning.data.stream_loader import StreamLoader
+from unicron_lightning.data.stream_pass import StreamPass
 from unicron_lightning.data.stream_reader import StreamOpener
-from unicron_lightning.data.streams import Streams
+from unicron_lightning.data.streams import StreamEnds, Streams
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, unwrapped
 from unicron_lightning.strategies.passes.script_loaders import evaluation_loops, ordinary, show_ordinary
 from unicron_lightning.worker import codec
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 _BEFORE_TRANSFER: Final = "_on_before_batch_transfer"
 
-Made = StepLoader | PartLoader | EvaluationLoader | PassLoader
+Made = StepLoader | PartLoader | EvaluationLoader | PassLoader | StreamPass
 
 
 class _BeforeTransfer:
@@ -106,7 +107,8 @@ class Loaders:
         is_users = loader is users
         combined = self._combined if trainer.training else None if trainer.predicting else self._together
         parallelism = self._strategy.parallelism
-        check_loader(loader, streams=parallelism.streams and (parallelism.whole or trainer.training))
+        several = parallelism.whole or (trainer.training and not parallelism.one_size)
+        check_loader(loader, streams=parallelism.streams(trainer) and (several or combined is None))
         made: Made
         if combined is not None:
             if trainer.training:
@@ -130,7 +132,7 @@ class Loaders:
             self._strategy.schedule.attend(trainer, made, shape, made)
         elif isinstance(combined, CombinedSteps) and users is combined.flattened[0]:
             self._strategy.schedule.attend(trainer, combined, shape, made)
-        if isinstance(made, EvaluationLoader):
+        if isinstance(made, EvaluationLoader | StreamPass):
             made.iterates = self._iterates
         made.taken = partial(show_ordinary, trainer)
         self._made.append(made)
@@ -175,7 +177,7 @@ class Loaders:
     def end_passes(self) -> None:
         """Finish a validation: end worker processes that are not persistent."""
         for loader in self._made:
-            if isinstance(loader, PassLoader | EvaluationLoader):
+            if isinstance(loader, PassLoader | EvaluationLoader | StreamPass):
                 loader.end()
 
     def close(self) -> None:
@@ -256,10 +258,6 @@ class Loaders:
         strategy = self._strategy
         ends = strategy.agreed.streams
 
-        def agree(look: Callable[[], dict[int, int]]) -> dict[int, int]:
-            parts = strategy.engine.run(Agreement("ends of streams", lambda rank: codec.encode(look())))
-            return {stream: end for part in unpack_parts(parts) for stream, end in codec.decode(part).items()}
-
         def begins() -> None:
             # Reading ahead is done by the streams; Lightning's own would begin a step before the last one ends.
             fetcher: Any = trainer.fit_loop._data_fetcher
@@ -276,10 +274,39 @@ class Loaders:
             share=strategy.share,
             own=strategy.parallelism.own,
             boundary=partial(strategy.boundary, trainer),
-            agree=agree,
+            agree=self._agree,
             begins=begins,
             reading=self._reading,
         )
+
+    def stream_pass(self, trainer: pl.Trainer, loader: DataLoader[Any], most: float) -> StreamPass:
+        """Return a loader of an evaluation over streams, for workers that hold the model together.
+
+        Args:
+            trainer: runs it.
+            loader: the user's.
+            most: largest number of batches of each stream.
+        """
+        strategy, ends = self._strategy, StreamEnds()
+        opener = self._opener(loader, strategy.shape, strategy.seed)
+        return StreamPass(
+            loader,
+            strategy.shape,
+            Streams(opener, strategy.shape, ends, sets_epoch=False),
+            ends,
+            most=lambda: min(most, trainer.num_sanity_val_steps if trainer.sanity_checking else most),
+            epoch=lambda: trainer.current_epoch,
+            takes_part=lambda: strategy.engine.has_state,
+            share=strategy.share,
+            own=strategy.parallelism.own,
+            agree=self._agree,
+            reading=self._reading,
+        )
+
+    def _agree(self, look: Callable[[], dict[int, int]]) -> dict[int, int]:
+        """Return the ends that any rank has found by a look into its streams."""
+        parts = self._strategy.engine.run(Agreement("ends of streams", lambda rank: codec.encode(look())))
+        return {stream: end for part in unpack_parts(parts) for stream, end in codec.decode(part).items()}
 
     def _opener(self, loader: DataLoader[Any], shape: StepShape, seed: int) -> StreamOpener:
         return StreamOpener(loader, shape.devices, seed, partial(self._strategy.seen_as, size=shape.devices))
@@ -290,7 +317,7 @@ class Loaders:
     def _iterates(self) -> None:
         """Give the streams of evaluations a bound as their length, as Lightning has begun to iterate."""
         for loader in self._made:
-            if isinstance(loader, EvaluationLoader):
+            if isinstance(loader, EvaluationLoader | StreamPass):
                 loader.unbounded = True
 
 

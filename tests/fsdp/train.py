@@ -252,7 +252,7 @@ def main(make: type[Model] = Model) -> None:
         default_root_dir=folder,
         callbacks=[Watch(folder, settings, note, Faults(folder, note)), *saving(folder, settings, alone=alone)],
     )
-    judged = DataLoader(Text(22), batch_size=3) if validate else None
+    judged = judged_of(folder, settings, alone=alone) if validate else None
     module = make(settings)
     given = data_of(folder, settings, workers, alone=alone)
     trainer.fit(module, both(given) if settings["several"] else given, judged, ckpt_path=settings["resume"])
@@ -296,6 +296,15 @@ def data_of(folder: Path, settings: dict[str, Any], workers: int, *, alone: bool
     if alone:
         return Batches(in_order(samples, BATCH, options, workers))
     return stream(samples, BATCH, options, folder)
+
+
+def judged_of(folder: Path, settings: dict[str, Any], *, alone: bool) -> Any:
+    """The validation data: streams, if the training data are some, of 6, 6, 5 and 5 batches."""
+    from streamed import stream
+
+    if settings["stream"] is None or alone:
+        return DataLoader(Text(22), batch_size=3)
+    return stream(Text(22), 1, settings["stream"], folder)
 
 
 def ordered(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:

@@ -7,7 +7,7 @@ checkpoint or a peer's state) restores the data position.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from unicron_lightning.copying import OfProcess
 from unicron_lightning.data.fetch import Fetcher, Place
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.seeding import preserved
+
+if TYPE_CHECKING:
+    from unicron_lightning.data.streams import StreamEnds
 
 
 class GlobalBatch:
@@ -33,11 +36,12 @@ class GlobalBatch:
         count: returns the number of data set items in a micro-batch, by number.
         finished: called with the number of a micro-batch that this worker has computed.
         in_full_step: of each micro-batch its number in a step without missing ones: ``round x devices + device``.
+        ends: lengths of streams in an evaluation, which its results make known to all; None without streams.
         stand_in: returns the samples for a micro-batch whose results do not count, by number: its own, or others.
     """
 
     __slots__ = (
-        *("_own", "_share", "count", "epoch", "fetch", "finished", "in_full_step", "micro_batches"),
+        *("_own", "_share", "count", "ends", "epoch", "fetch", "finished", "in_full_step", "micro_batches"),
         *("stand_in", "step"),
     )
 
@@ -60,6 +64,7 @@ class GlobalBatch:
         self.count = count
         self.finished = finished
         self.in_full_step = micro_batches if in_full_step is None else in_full_step
+        self.ends: StreamEnds | None = None
         self.stand_in = fetch if stand_in is None else stand_in
         self._share = share
         self._own: Any = None

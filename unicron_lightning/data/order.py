@@ -227,7 +227,8 @@ def check_loader(loader: DataLoader[Any], *, streams: bool = False) -> None:
         if streams:
             return
         raise ConfigError(
-            f'{name_of(loader)} is an iterable data set, which strategy="unicron" takes, and the others in training; '
+            f'{name_of(loader)} is an iterable data set, which strategy="unicron" takes, "unicron_fsdp" except in '
+            'predictions, and "unicron_megatron" as the only loader of training; '
             "here a lost rank's samples can be read by others only by index. "
             "Implement __len__ and __getitem__ (a map-style data set), e.g. over an index of the stream"
         )

@@ -238,6 +238,7 @@ class PassLoader(InPlace):
                 numbers,
                 lambda number: self._fetcher.get(self._order.place(epoch, number)),
                 lambda number: len(self._order.indices(*self._order.place(epoch, number))),
+                in_full_step=range(len(numbers)),
             )
 
     def end(self) -> None:

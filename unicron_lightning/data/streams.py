@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ class StreamEnds:
 
     Attributes:
         epoch: the epoch; -1 before the first.
+        most: largest number of batches of each stream, beside the known ends.
         known: number of batches by stream, agreed.
         found: the same, seen by this worker, while the other ranks may not know it.
         states: the newest state by stream, agreed.
@@ -49,6 +51,7 @@ class StreamEnds:
 
     def __init__(self) -> None:
         self.epoch = -1
+        self.most = math.inf
         self.known: dict[int, int] = {}
         self.found: dict[int, int] = {}
         self.states: dict[int, StreamState] = {}
@@ -95,7 +98,7 @@ class StreamEnds:
             (stream, number)
             for number in numbers
             for stream in range(shape.devices)
-            if number < self.known.get(stream, number + 1)
+            if number < min(self.most, self.known.get(stream, math.inf))
         ]
 
 
@@ -107,11 +110,21 @@ class Streams:
         shape: of the steps.
         ends: receives the ends that are found.
         one_size: refuse batches that differ from the first one in their number of samples.
+        sets_epoch: set the epoch of the data set when one begins.
     """
 
-    def __init__(self, opener: StreamOpener, shape: StepShape, ends: StreamEnds, *, one_size: bool = False) -> None:
+    def __init__(
+        self,
+        opener: StreamOpener,
+        shape: StepShape,
+        ends: StreamEnds,
+        *,
+        one_size: bool = False,
+        sets_epoch: bool = True,
+    ) -> None:
         self._opener = opener
         self._one_size = one_size
+        self._sets_epoch = sets_epoch
         self._declared = shape
         self._shape = shape.of(0)
         self._ends = ends
@@ -147,8 +160,10 @@ class Streams:
 
     def look(self, epoch: int, step: int, streams: Sequence[int]) -> None:
         """Read all batches of a step that streams have, and note which of them end before."""
-        for stream in streams:
-            self._read_to(epoch, stream, (step + 1) * self._declared.of(epoch).accumulation - 1)
+        rounds = self._declared.of(epoch).accumulation
+        last = int(min((step + 1) * rounds, self._ends.most)) - 1
+        for stream in streams if last >= step * rounds else ():
+            self._read_to(epoch, stream, last)
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Drop batches of earlier steps, and streams that the last step did not need."""
@@ -204,7 +219,7 @@ class Streams:
         self.end_epoch()
         self._epoch, self._step, self._shape = epoch, 0, self._declared.of(epoch)
         set_epoch = getattr(self._opener.loader.dataset, "set_epoch", None)
-        if set_epoch is not None:
+        if set_epoch is not None and self._sets_epoch:
             set_epoch(epoch)
 
     def _read_to(self, epoch: int, stream: int, number: int) -> bool:
