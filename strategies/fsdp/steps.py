@@ -77,7 +77,7 @@ class ShardedSteps:
         return plugin.post_backward(loss, module)
 
 
-class Rows:
+class ReplicaRows:
     """The rows of a global batch. A row has the micro-batches that it has in a full one. Where some are missing, as
     those of streams that have ended, a worker has one that does not count.
 
@@ -120,7 +120,7 @@ class StepRows:
     """
 
     def __init__(self, parallel: FsdpParallel, batch: GlobalBatch, effects: Effects, *, takes_index: bool) -> None:
-        self._rows = Rows(batch, parallel.size, parallel.shard)
+        self._rows = ReplicaRows(batch, parallel.size, parallel.shard)
         self.numbers = self._rows.numbers
         self._parallel = parallel
         self._effects = effects

@@ -11,7 +11,7 @@ from typing_extensions import override
 from unicron_lightning.data.order import check_loader
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
-from unicron_lightning.strategies.fsdp.steps import Rows
+from unicron_lightning.strategies.fsdp.steps import ReplicaRows
 from unicron_lightning.strategies.micro_batch import UNCOUNTED
 from unicron_lightning.strategies.passes.global_passes import GlobalPasses, PassBatch
 from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
@@ -85,7 +85,7 @@ class _PassRows:
     """
 
     def __init__(self, parallel: FsdpParallel, batch: PassBatch) -> None:
-        self._rows = Rows(batch.batch, parallel.size, parallel.shard)
+        self._rows = ReplicaRows(batch.batch, parallel.size, parallel.shard)
         self.numbers = self._rows.numbers
         self._strategy = parallel.strategy
         self._batch = batch
