@@ -11,7 +11,7 @@ step.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from unicron_lightning.strategies.environment import own_device
 from unicron_lightning.strategies.global_batch import declare
 from unicron_lightning.strategies.membership import Membership
 from unicron_lightning.strategies.metrics.loggers import follow, keep_files, take_over
-from unicron_lightning.strategies.metrics.recording import RecordingResults, logged_dtype
+from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype
 from unicron_lightning.strategies.metrics.sums import SumsLayout
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.passes.loaders import Loaders
@@ -251,7 +251,9 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self.loaders.wrap(self.module.trainer, dataloader, self.shape, self.seed)
+        if self._shape is None:  # the script sets up a loop's data without a run
+            return dataloader
+        return self.loaders.wrap(self.module.trainer, dataloader, self._shape, self.seed)
 
     def share(self, micro_batches: range) -> list[int]:
         """Return this rank's micro-batches of a step in the present world."""
@@ -274,6 +276,11 @@ class FaultTolerantStrategy(CollectingStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch, *where = args
+        if self._is_by_hand:
+            with self.results.recording(batch) as calls:
+                output = super().training_step(*args, **kwargs)
+            self._log(calls)
+            return output
         self._check_batch(batch)
         with self.collectives.refused("training_step"), preserved():
             step = self.parallelism.steps.run(batch, *where)
@@ -281,9 +288,17 @@ class FaultTolerantStrategy(CollectingStrategy):
         self._reports.finished(self.engine, step.operation, step.loss, batch.num_samples())
         if self.parallelism.manual is not None:
             self._timed.stepped()
-        for call in step.calls:
-            self.results.replay(call, self.module, self.root_device)
+        self._log(step.calls)
         return step.output
+
+    def _log(self, calls: Iterable[LogCall]) -> None:
+        for call in calls:
+            self.results.replay(call, self.module, self.root_device)
+
+    @property
+    def _is_by_hand(self) -> bool:
+        """Whether the script runs a loop's step outside of a run, on a batch of its own."""
+        return self.trainer.state.status != TrainerStatus.RUNNING
 
     def _check_batch(self, batch: object) -> None:
         if not isinstance(batch, GlobalBatch):
@@ -302,6 +317,8 @@ class FaultTolerantStrategy(CollectingStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Pass the gradients, summed over the global batch, to the optimizer, with the usual hooks."""
         manual = self.parallelism.manual
+        if self._is_by_hand:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         if manual is not None:
             return manual.backward(closure_loss, *args, **kwargs)
         self.persisting.settle()  # the optimizer's step follows
@@ -410,6 +427,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         self._broken_off = True
         if self._session is not None:
             report_exception(self._session.control, exception, self.engine.step)
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:

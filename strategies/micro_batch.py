@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -184,9 +185,19 @@ class MicroBatches:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if output is None and self._skips:
             return None
-        if not isinstance(loss, Tensor):
-            expected = ", or None to skip the micro-batch" if self._skips else ""
-            raise NoLoss(
-                f"training_step returned {output!r}; expected a loss tensor, or a dict with one as 'loss'{expected}"
-            )
-        return loss
+        if isinstance(loss, Tensor):
+            return loss
+        expected = ", or None to skip the micro-batch" if self._skips else ""
+        raise NoLoss(
+            f"training_step returned {output!r}; expected a loss tensor, or a dict with one as 'loss'{expected}. "
+            f"Lightning's own message: {_of_lightning(output)}"
+        )
+
+
+def _of_lightning(output: Any) -> str:
+    """Return what Lightning's loop says of an output without a loss."""
+    try:
+        ClosureResult.from_training_step_output(output)
+    except (MisconfigurationException, TypeError) as error:
+        return str(error)
+    return "None"

@@ -100,19 +100,21 @@ class Session(OfProcess):
         self._ready_to_abort.set()
         if self.control is not None:
             self.control.on_order = self._on_order
-        atexit.register(self.close)
+        if self.control is not None or fabric is not None:  # otherwise nothing outlives a run
+            atexit.register(self.close)
 
     @classmethod
     def of_process(
         cls, device: torch.device, capacity: int, on_world: Callable[[World], None], fabric: Fabric | None = None
     ) -> tuple[Session, bool]:
-        """Return this process's session, which consecutive trainers share, and whether it is new."""
+        """Return this process's session, which consecutive trainers share if it has an agent, and whether it is new."""
         global _shared
-        if _shared is None or _shared.control is None:
-            _shared = cls(device, capacity, on_world, fabric)
-            return _shared, True
-        _shared.engine.follow(on_world)
-        return _shared, False
+        if _shared is not None:
+            _shared.engine.follow(on_world)
+            return _shared, False
+        made = cls(device, capacity, on_world, fabric)
+        _shared = made if made.control is not None else None
+        return made, True
 
     def statistics(self) -> Summary:
         """Return statistics of this worker's steps."""

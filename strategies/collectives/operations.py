@@ -85,10 +85,10 @@ class Collectives(OfProcess):
         Raises:
             CollectiveInStep: in a place where ranks cannot communicate.
         """
-        self._check_place(name)
         self.live = False
         if self.interrupted():
             return [payload(0)] * (number or 1)
+        self._check_place(name)
         self.live = not self._session.joins
         if self.live and not (self.starting and self.records):
             return unpack_parts(self._session.engine.run(Agreement(name, payload)))

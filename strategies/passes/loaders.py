@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource, _worker_check
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _shutdown_workers_and_reset_iterator
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
@@ -30,7 +30,12 @@ from unicron_lightning.data.stream_pass import StreamPass
 from unicron_lightning.data.stream_reader import StreamOpener
 from unicron_lightning.data.streams import StreamEnds, Streams
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, unwrapped
-from unicron_lightning.strategies.passes.script_loaders import evaluation_loops, ordinary, show_ordinary
+from unicron_lightning.strategies.passes.script_loaders import (
+    evaluation_loops,
+    leave_ordinary,
+    ordinary,
+    show_ordinary,
+)
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import Agreement, unpack_parts
 
@@ -103,6 +108,9 @@ class Loaders:
         Raises:
             ConfigError: for loaders that can't be distributed.
         """
+        if isinstance(users, DataLoader):  # Lightning looks at what it gets, which is no `DataLoader`
+            assert trainer.state.stage is not None
+            _worker_check(trainer, users, f"{trainer.state.stage.dataloader_prefix}_dataloader")
         loader = as_loader(users, shape.devices)
         is_users = loader is users
         combined = self._combined if trainer.training else None if trainer.predicting else self._together
@@ -124,7 +132,7 @@ class Loaders:
             made = PredictionLoader(loader, self.pass_batches(loader, seed, seed), shape.devices, self._predictions)
         else:
             made = self._strategy.parallelism.evaluation.loader(trainer, loader, shape)
-        if not is_users:
+        if not is_users or (trainer.predicting and not self._samples):
             made.ordinary = users
         elif self._samples and not isinstance(made, PassLoader) and not isinstance(loader.dataset, IterableDataset):
             made.ordinary = ordinary(trainer, loader, shape.devices, self._strategy.global_rank)
@@ -188,13 +196,14 @@ class Loaders:
         self._made = []
         if self._trainer is not None:
             vars(self._trainer.lightning_module).pop(_BEFORE_TRANSFER, None)
+            leave_ordinary(self._trainer)
         self._predictions = self._combined = self._together = None
 
     def _combine(self, trainer: pl.Trainer, users: Any) -> Any:
         """Return training data as Lightning's loop is to get it: several loaders as one that yields steps."""
         several = users if isinstance(users, CombinedLoader) else CombinedLoader(users, "max_size_cycle")
         self._combined = None
-        if len(several.flattened) < 2:
+        if len(several.flattened) == 0 or several.iterables is several.flattened[0]:
             return users
         self._combined = CombinedSteps(
             several, self._strategy.shape, partial(self._steps, trainer, None), partial(self._combined_stream, trainer)

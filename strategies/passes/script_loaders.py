@@ -50,6 +50,13 @@ def evaluation_loops(trainer: pl.Trainer) -> tuple[_EvaluationLoop, ...]:
     return trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop
 
 
+def leave_ordinary(trainer: pl.Trainer) -> None:
+    """Leave the ordinary loaders of the training data to the loop after a run: its state has none of the strategy's."""
+    combined: CombinedLoader | None = trainer.fit_loop._combined_loader
+    if combined is not None:
+        combined.flattened = [each.ordinary if isinstance(each, InPlace) else each for each in combined.flattened]
+
+
 def show_ordinary(trainer: pl.Trainer) -> None:
     """Make the trainer's properties return the ordinary loaders, while its loops keep those of the strategy."""
     loops: tuple[Any, ...] = trainer.fit_loop, *evaluation_loops(trainer), trainer.predict_loop

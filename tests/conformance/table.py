@@ -22,6 +22,7 @@ PARTS: Final = (
     "failing",
     "tools",
     "interfaces",
+    "trainers",
 )
 """Modules with scenarios, in this folder."""
 
