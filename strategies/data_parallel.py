@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -133,12 +135,17 @@ class WholeModelSteps:
         self._gradients: GradientBuckets | None = None
         self._effects: Effects | None = None
         self._used: list[bool] = []
+        self._watched = False
+        """Whether the module may leave gradients in its own `optimizer_zero_grad`."""
+        self._follows = False
+        """Whether the present step has begun with gradients of the one before."""
 
     def begin_fit(self, balance: Balance | None) -> None:
         """Begin with a complete model, of which the optimizers know."""
         strategy = self._strategy
         self._effects = Effects(strategy.module, frozen=True)
         self.balance = balance
+        self._watched = is_overridden("optimizer_zero_grad", strategy.module)
         if not strategy.module.automatic_optimization:
             options = (self._bucket_bytes, self._divergence, self._effects)
             self.manual = ManualSteps(strategy, *options, overlap=self._overlap)
@@ -153,6 +160,7 @@ class WholeModelSteps:
         if self.manual is not None:
             return self.manual.run(batch, *where)
         gradients = self._buckets(module, first=batch.step == 0)
+        self._follows = self._watched and any(gradients.used)
         gradients.begin()
         effects.begin(batch, strategy.agreed)
         sums = StepSums(strategy.agreed, effects.norms, effects.buffers, gradients, effects.metrics)
@@ -170,6 +178,13 @@ class WholeModelSteps:
         assert self._gradients is not None
         # The base class's hook: the loss has been scaled already, micro-batch by micro-batch.
         Precision.pre_backward(plugin, loss, module)
+        if self._follows and any(p.grad is not None and bool(p.grad.any()) for p in self._gradients.parameters):
+            self._watched = False
+            rank_zero_warn(
+                f"{type(module).__qualname__}.optimizer_zero_grad() left gradients of the step before; the unicron "
+                "strategy drops them, since a step's gradients are those of its micro-batches. Write instead: "
+                "Trainer(accumulate_grad_batches=...), or manual optimization"
+            )
         self._gradients.install(self._used)
         return plugin.post_backward(loss, module)
 

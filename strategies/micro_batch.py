@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 
 from unicron_lightning.data.loader import GlobalBatch
@@ -25,9 +26,13 @@ if TYPE_CHECKING:
 
 FORWARD = 1
 """Distinguishes the random state of computing from that of fetching, at the same place."""
+TRANSFER = 4
+"""Distinguishes the random state of moving samples to the device, where that is not followed by computing."""
 
 UNCOUNTED = -1
 """Number under which changes of a micro-batch are recorded that does not count."""
+
+_warnings = WarningCache()
 
 Held = tuple[list[Tensor], dict[str, tuple[State, Any]], dict[int, Tensor]]
 """Changes of a micro-batch that is paused."""
@@ -144,10 +149,13 @@ class MicroBatches:
         activity.enter("data", micro_batch)
         batch = self._batch.fetch(micro_batch) if counts else self._batch.stand_in(micro_batch)
         activity.enter("compute", micro_batch)
+        if batch is None and self._skips:
+            self._skip(micro_batch, counts=counts)
+            return
+        place = (self._batch.epoch, self._batch.step, micro_batch)
+        seed_all(place_seed(strategy.seed, FORWARD, *place))  # hooks of the transfer may augment the samples
         data = strategy.to_device(batch)
         strategy.engine.fault("forward", strategy.engine.step, micro_batch, module)
-        place = (self._batch.epoch, self._batch.step, micro_batch)
-        seed_all(place_seed(strategy.seed, FORWARD, *place))
         shape = strategy.shape.of(self._batch.epoch)
         index = self._batch.step * shape.accumulation + micro_batch // shape.devices
         self._effects.start_micro_batch()
@@ -166,6 +174,16 @@ class MicroBatches:
         if counts:
             self._batch.finished(micro_batch)
         self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
+
+    def _skip(self, micro_batch: int, *, counts: bool) -> None:
+        """Leave out a micro-batch for which the loader has yielded None."""
+        _warnings.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        self._effects.start_micro_batch()
+        if counts:
+            self._sums.add(None, ())
+        self._effects.finish_micro_batch(micro_batch)
+        self._batch.finished(micro_batch)
+        self._last_output = None
 
     def output(self, loss: float | None) -> Any:
         """Return the step's output for Lightning's hooks: the last micro-batch's, with the global batch's mean loss.

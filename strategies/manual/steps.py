@@ -30,7 +30,7 @@ from unicron_lightning.strategies.manual.strand import END, MeetingPlace, Strand
 from unicron_lightning.strategies.manual.versions import ParameterVersions
 from unicron_lightning.strategies.metrics.recording import Recording
 from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums, SumsLayout
-from unicron_lightning.strategies.micro_batch import FORWARD, Effects
+from unicron_lightning.strategies.micro_batch import FORWARD, TRANSFER, Effects
 from unicron_lightning.strategies.parallelism import FinishedStep
 from unicron_lightning.strategies.state.divergence import Divergence
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
@@ -249,7 +249,9 @@ class ManualSteps:
         strategy, batch = self._strategy, self._batch
         activity, module, plugin = strategy.engine.activity, strategy.module, strategy.precision_plugin
         activity.enter("data", number)
-        data = strategy.to_device(batch.fetch(number))
+        fetched = batch.fetch(number)
+        seed_all(place_seed(strategy.seed, TRANSFER, batch.epoch, batch.step, number))
+        data = strategy.to_device(fetched)
         activity.enter("compute", number)
         strategy.engine.fault("forward", strategy.engine.step, number, module)
         shape = strategy.shape

@@ -54,7 +54,10 @@ def leave_ordinary(trainer: pl.Trainer) -> None:
     """Leave the ordinary loaders of the training data to the loop after a run: its state has none of the strategy's."""
     combined: CombinedLoader | None = trainer.fit_loop._combined_loader
     if combined is not None:
-        combined.flattened = [each.ordinary if isinstance(each, InPlace) else each for each in combined.flattened]
+        leaves = [each.ordinary if isinstance(each, InPlace) else each for each in combined.flattened]
+        made = CombinedLoader(tree_unflatten(leaves, combined._spec), combined._mode)
+        made.limits = combined.limits
+        trainer.fit_loop._combined_loader = made
 
 
 def show_ordinary(trainer: pl.Trainer) -> None:

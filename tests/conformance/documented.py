@@ -63,6 +63,9 @@ NAMED: Final[dict[str, Named]] = {
     "runs.argument[accumulate]": Named(row="wrong values"),
     "runs.argument[accumulate_share]": Named(row="wrong values"),
     "optimizing.manual[plain_backward]": Named(row="manual optimization: `loss.backward()`"),
+    "trainers.loader_that_yields_none": Named(
+        row="`training_step` that returns None", places=r"warnings|trainer0\.(counters\.0|hooks)"
+    ),
     "optimizing.automatic_without_gradient": Named(row="`backward` of a step", places=r"trainer0\.hooks"),
     "optimizing.gradients_in_hooks": Named(row="`backward` of a step", places=r"zero\d"),
     "runs.order_of_backward": Named(row="`backward` of a step", places="calls"),

@@ -181,3 +181,33 @@ def nothing_is_kept(lab: Lab) -> None:
         del module, data, trainer
     gc.collect()
     lab.see(freed=[each() is None for each in kept])
+
+
+@scenario()
+def loader_that_yields_none(lab: Lab) -> None:
+    """Only the counters are compared of the batches that there are."""
+    losses: list[Any] = []
+
+    class Skipping(Net):
+        def train_dataloader(self) -> Any:
+            def collate(samples: Any) -> Any:
+                x, y = (torch.stack(each) for each in zip(*samples, strict=True))
+                return None if x[0, 0] < 0 else (x, y)
+
+            return loader(12, collate_fn=collate)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            losses.append([batch_idx, batch[0][0, 0]])
+            return super().training_step(batch, batch_idx)
+
+    lab.trainer().fit(Skipping())
+    lab.see(losses=losses)
+
+
+@scenario()
+def zeroing_of_ones_own(lab: Lab) -> None:
+    class Zeroing(Net):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            optimizer.zero_grad(set_to_none=batch_idx % 2 == 0)
+
+    lab.trainer().fit(Zeroing())

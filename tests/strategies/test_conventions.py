@@ -48,6 +48,46 @@ def trainer(folder: Path, **settings: Any) -> pl.Trainer:
     return pl.Trainer(**basic | dict.fromkeys(quiet, False) | {"default_root_dir": folder} | settings)
 
 
+class Augmenting(Small):
+    """Draws random numbers in a hook of the transfer; ``noise`` are numbers that another hook draws."""
+
+    def __init__(self, noise: int, *, manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.noise = noise
+        self.drawn: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        torch.rand(self.noise)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.drawn.append(float(torch.rand(1)))
+        return batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.drawn.append(float(torch.rand(1)))
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_random_numbers_of_the_transfer_belong_to_the_micro_batch(tmp_path: Path, manual: bool) -> None:
+    drawn = []
+    for noise in (0, 5):
+        pl.seed_everything(3, verbose=False)
+        module = Augmenting(noise, manual=manual)
+        samples = DataLoader(data().dataset, batch_size=2, num_workers=1)  # seeds nothing here
+        trainer(tmp_path, accumulate_grad_batches=1 if manual else 2, limit_val_batches=0).fit(module, samples)
+        drawn.append(module.drawn)
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == len(drawn[0]) == 8
+
+
 class Scaling(Small):
     """Builds another batch before the transfer."""
 
