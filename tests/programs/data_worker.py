@@ -32,7 +32,7 @@ SECOND = 60
 """Samples of the second loader; their numbers follow those of the first."""
 SIZE = SAMPLES + SECOND
 SCHEDULE = {0: ROUNDS, 1: 1}
-"""Rounds of a step in each epoch, of the kind "scheduled"."""
+"""Rounds of a step in each epoch, of the kinds "scheduled" and "stream_scheduled"."""
 
 DEATHS = {("end", 0): 0, ("start", 1): 1}
 """Ranks that die in the hooks at the end of the first epoch and at the start of the second."""
@@ -82,6 +82,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "sequence": lambda folder: BatchesOf(torch.arange(SAMPLES).split(BATCH)),
     "reopened": lambda folder: Reopenable(),
     "stream": lambda folder: stream(),
+    "stream_scheduled": lambda folder: stream(),
     "with_stream": lambda folder: {"first": stream(), "second": second()},
     "stream_max_size": lambda folder: CombinedLoader([stream(), shuffled()], "max_size"),
     "stream_min_size": lambda folder: CombinedLoader([stream(num_workers=1), second(1)], "min_size"),
@@ -103,7 +104,7 @@ def expected(kind: str, devices: int = DEVICES) -> list[float]:
         case "several":  # the first loader has 74 batches, in whole rounds and one of two; the second has ten
             rest = [7 + (number < 74 % 10) for number in range(10)]
             return counts + [float(EPOCHS * rest[sample // 6]) for sample in range(SECOND)]
-        case "scheduled":  # a sample of a smaller step has more weight
+        case "scheduled" | "stream_scheduled":  # a sample of a smaller step has more weight
             return [float(sum(ROUNDS / rounds for rounds in SCHEDULE.values()))] * SAMPLES
         case "max_size" | "stream_max_size":
             return counts + [float(EPOCHS)] * SECOND
@@ -169,17 +170,18 @@ def found(batch: Any) -> Iterator[Tensor]:
 def trainer_of(folder: Path, kind: str = "", strategy: str = "unicron", **settings: Any) -> pl.Trainer:
     from unicron_lightning import UnicronFSDPStrategy
 
+    follows = kind.endswith("scheduled")
     saving = ModelCheckpoint(folder / "saved", "{step}", every_n_train_steps=5, save_top_k=-1)
     return pl.Trainer(
         strategy=UnicronFSDPStrategy(shard_size=SHARDS) if strategy == "unicron_fsdp" else strategy,
         accelerator="cpu",
         devices=1,
         num_nodes=WORKERS[strategy],
-        accumulate_grad_batches=ROUNDS,
+        accumulate_grad_batches=1 if follows else ROUNDS,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[saving, GradientAccumulationScheduler(SCHEDULE)] if kind == "scheduled" else [saving],
+        callbacks=[saving, GradientAccumulationScheduler(SCHEDULE)] if follows else [saving],
         **{"max_epochs": EPOCHS} | settings,
     )
 
