@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from unicron_lightning import environ
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import preserved
@@ -42,6 +43,7 @@ from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.passes.loaders import Loaders
 from unicron_lightning.strategies.passes.validation_clock import TimedValidation
 from unicron_lightning.strategies.reporting import StepReports, report_exception, told_flops
+from unicron_lightning.strategies.run_launcher import RunLauncher
 from unicron_lightning.strategies.schedule import Schedule
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state import join_state
@@ -180,6 +182,11 @@ class FaultTolerantStrategy(CollectingStrategy):
             self._session.record_fit()
 
     # ---- start
+
+    @override
+    def _configure_launcher(self) -> None:
+        if environ.under_agent():
+            self._launcher = RunLauncher(self._failed)
 
     @override
     def setup_environment(self) -> None:
@@ -424,10 +431,17 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._failed(exception)
+        if self._session is not None:
+            self._session.leave_with_siblings()
+        super().on_exception(exception)
+
+    def _failed(self, error: BaseException) -> None:
+        """Report an error that ends the run."""
         self._broken_off = True
         if self._session is not None:
-            report_exception(self._session.control, exception, self.engine.step)
-        super().on_exception(exception)
+            report_exception(self._session.control, error, self.engine.step)
+            self._session.begin_error_hooks()
 
     @override
     def teardown(self) -> None:

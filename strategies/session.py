@@ -26,6 +26,7 @@ from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine, Fabric, World
 from unicron_lightning.worker.injector import Injector
+from unicron_lightning.worker.siblings import HOOKS_SECONDS, EndingSiblings
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +75,14 @@ class Session(OfProcess):
         self.fits = 0
         self._runs = 0
         self._stacks: StackFile | None = None
+        self._siblings: EndingSiblings | None = None
         self._ready_to_abort = threading.Event()
         activity = Activity()
         self.monitor = Monitor("", activity)
         if environ.under_agent():
             own = environ.read()
             self._stacks = StackFile(Path(own.agent_socket).parent)
+            self._siblings = EndingSiblings(Path(own.agent_socket).parent)
             self.monitor = Monitor(own.worker, activity, on_cpu=device.type == "cpu")
             self.control = Control(own.agent_socket, own.worker, own.local_rank, self._on_failure, self.monitor)
             self._plane = DataPlane(own.host, device if fabric is None else torch.device("cpu"))
@@ -126,6 +129,18 @@ class Session(OfProcess):
         """Report that a trainer's run has begun, or has ended: an exit within a run is no end of the task."""
         if self.control is not None:
             self.control.send(wire.Training(worker=self.control.worker, active=active))
+
+    def begin_error_hooks(self) -> None:
+        """Record that this worker runs the hooks of an error that ends it, if it has reported one."""
+        if self.control is not None and self.control.is_ending and self._siblings is not None:
+            self._siblings.begin()
+
+    def leave_with_siblings(self) -> None:
+        """After the hooks of an error that ends this worker, wait for those of the agent's other workers."""
+        if self.control is not None and self.control.is_ending and self._siblings is not None:
+            if not self._siblings.wait():
+                logger.warning("siblings_hooks_cut seconds=%.0f", HOOKS_SECONDS)
+            self.runs(active=False)
 
     def begin_run(self) -> int:
         """Return the number of a trainer's run that begins, the same on all workers."""

@@ -32,13 +32,14 @@ from unicron_lightning.agent.link.session import CoordinatorSession, SessionHook
 from unicron_lightning.agent.options import AgentOptions
 from unicron_lightning.agent.round_view import RoundView, SharedView, call, registration
 from unicron_lightning.agent.scratch_folder import ScratchFolder
+from unicron_lightning.agent.workers.fencing import Fencing
 from unicron_lightning.agent.workers.gate import SlotGate
 from unicron_lightning.agent.workers.inspection import Inspector
 from unicron_lightning.agent.workers.kernel_evidence import Deaths
 from unicron_lightning.agent.workers.last_output import LastOutput, folder_of_logs
 from unicron_lightning.agent.workers.local_socket import LocalHooks, LocalServer
 from unicron_lightning.agent.workers.memory import AgentMemory
-from unicron_lightning.agent.workers.roster import ENDING_SECONDS, Roster
+from unicron_lightning.agent.workers.roster import Roster
 from unicron_lightning.agent.workers.slot_lock import SlotLock
 from unicron_lightning.agent.workers.supervisor import Exit, Supervisor, WatchedProcess
 from unicron_lightning.detection.exits import LEFT_EARLY
@@ -90,7 +91,6 @@ class AgentThread:
             LocalHooks(accept=self._accept, received=self._from_worker, left=self._roster.leaves),
         )
         self._gate = SlotGate(lock, self._goes_on, self._local.send)
-        self._fenced: set[str] = set()
         self._undecided: set[str] = set()
         """Workers that have ended with status 0 in the middle of a run: unread messages may explain it."""
         self._leaving = False
@@ -99,6 +99,7 @@ class AgentThread:
         self._succeeded = False
         self._store_evidence = False
         self._loop = asyncio.new_event_loop()
+        self._fencing = Fencing(self._roster, self._loop.call_later, self._supervisor.kill)
         self._closing = asyncio.Event()
         self._session = CoordinatorSession(
             options.url,
@@ -311,7 +312,7 @@ class AgentThread:
         self._shared.update(number=number, store=store, local_world=None, grant=None, ranks=None, stop=None)
         self._failed = False
         self._gate.begin_round()
-        self._fenced.clear()
+        self._fencing.begin_round()
         self._store_evidence = False
         self._send(wire.RendezvousBegin(round=number, store=store))
 
@@ -396,14 +397,13 @@ class AgentThread:
             self._send(wire.EpochWanted(epoch=self._roster.epoch))
             return
         self._roster.saw_epoch(epoch)
-        self._local.broadcast(epoch)
+        self._local.broadcast(epoch, without=self._fencing)
 
     def _fence(self, fence: wire.Fence) -> None:
         if not fence.worker.startswith(f"{self._options.agent}/"):
             return
         logger.warning("worker_fenced worker=%s reason=%s", fence.worker, fence.reason)
-        self._fenced.add(fence.worker)  # in case it is not found yet
-        self._supervisor.kill(fence.worker)
+        self._fencing.fence(fence.worker)
 
     def _stop(self, order: wire.Stop) -> None:
         """Have torchelastic stop the workers of this round, if it has any."""
@@ -417,7 +417,7 @@ class AgentThread:
     def _kill_stopping(self, number: int) -> None:
         """Kill workers that ignore SIGTERM: torchelastic would wait 30 s."""
         if self._shared.now.number == number and self._shared.now.stop is not None:
-            for worker in self._roster.names:
+            for worker in self._roster.staying:
                 self._supervisor.kill(worker)
 
     # ---- workers
@@ -443,13 +443,13 @@ class AgentThread:
             return
         self._roster.heard(worker, message, time.monotonic())
         self._inspector.heard(worker)
+        if isinstance(message, wire.ErrorReport | wire.Training):
+            self._fencing.heard(worker)
         if isinstance(message, wire.Heartbeat | wire.Training):
             return
         if isinstance(message, wire.StateWanted):
             self._local.send(worker, self._memory.given())
             return
-        if isinstance(message, wire.ErrorReport) and message.ends:  # the coordinator no longer waits for the worker
-            self._loop.call_later(ENDING_SECONDS, self._supervisor.kill, worker)
         if isinstance(message, wire.WorkerHello) and self._shared.now.over is not None:
             self._local.send(worker, self._shared.now.over)
             return
@@ -458,8 +458,7 @@ class AgentThread:
     def _on_found(self, process: WatchedProcess) -> None:
         self._roster.add(process.worker, process.local_rank)
         self._deaths.found(process.pid)
-        if process.worker in self._fenced:
-            self._supervisor.kill(process.worker)
+        self._fencing.found(process.worker)
 
     def _on_exit(self, worker: str, how: Exit, looks: int = _LOOKS) -> None:
         early = how.is_clean and self._roster.trains(worker) and (worker in self._undecided or not self._leaving)
@@ -494,7 +493,7 @@ class AgentThread:
             self._give_up_siblings()
 
     def _give_up_siblings(self) -> None:
-        """Kill the siblings immediately: torchelastic restarts them in any case, but waits up to 30 s for SIGTERM."""
+        """Kill siblings without an error of their own: torchelastic restarts all, but waits up to 30 s for SIGTERM."""
         if not self._leaving and self._shared.now.stop is None:
-            for sibling in self._roster.names:
+            for sibling in self._roster.staying:
                 self._give_up(sibling, "signal")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -76,9 +76,9 @@ class LocalServer:
         writer.write(wire.encode(message) + b"\n")
         return True
 
-    def broadcast(self, message: wire.ToWorker) -> None:
-        """Send to all connected workers."""
-        for worker in list(self._writers):
+    def broadcast(self, message: wire.ToWorker, without: Container[str] = ()) -> None:
+        """Send to all connected workers but some."""
+        for worker in [worker for worker in self._writers if worker not in without]:
             self.send(worker, message)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -31,6 +31,8 @@ class LocalWorker:
     """Time of its last message; counts only after its hello."""
     left: bool = False
     """Whether it has closed its connection because its process is ending."""
+    ends: bool = False
+    """Whether it has reported an error that ends its process."""
 
 
 class Roster:
@@ -52,9 +54,27 @@ class Roster:
         return list(self._workers)
 
     @property
+    def staying(self) -> list[str]:
+        """The live workers but those that end by an error of their own."""
+        return [name for name, each in self._workers.items() if not each.ends]
+
+    @property
     def any_hello(self) -> bool:
         """Whether a live worker has sent a hello: the script recovers in process."""
         return any(each.hello is not None for each in self._workers.values())
+
+    @property
+    def any_ends(self) -> bool:
+        """Whether a live worker has reported an error that ends its process."""
+        return any(each.ends for each in self._workers.values())
+
+    def runs_error_hooks(self, worker: str) -> bool:
+        """Whether a worker that ends by an error may still run its trainer's hooks."""
+        return self.ends(worker) and self._workers[worker].training
+
+    def ends(self, worker: str) -> bool:
+        """Whether a live worker has reported an error that ends its process."""
+        return worker in self._workers and self._workers[worker].ends
 
     def add(self, worker: str, local_rank: int) -> None:
         """Add a worker that was found, or sent its hello before it was found."""
@@ -79,6 +99,8 @@ class Roster:
                 known = replace(known, done=True)
             case wire.Training():
                 known = replace(known, training=message.active)
+            case wire.ErrorReport() if message.ends:
+                known = replace(known, ends=True)
             case wire.Lookup():
                 self._lookups[worker, message.key] = message
         self._workers[worker] = known
@@ -89,8 +111,8 @@ class Roster:
             self._workers[worker] = replace(self._workers[worker], left=True)
 
     def trains(self, worker: str) -> bool:
-        """Whether a run of the worker's trainer is in progress."""
-        return worker in self._workers and self._workers[worker].training
+        """Whether a run of the worker's trainer is in progress, or was ended by an error."""
+        return worker in self._workers and (self._workers[worker].training or self._workers[worker].ends)
 
     def has_left(self, worker: str) -> bool:
         """Whether the worker's connection has ended, so that all its messages have arrived."""

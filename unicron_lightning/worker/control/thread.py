@@ -120,6 +120,11 @@ class Control:
         latest = self._latest
         return latest if latest is not None and latest.number > number else None
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether this worker has reported an error that ends it."""
+        return self._ending
+
     def failed_since(self, number: int) -> bool:
         """Whether work of epoch ``number`` must stop now. A planned change waits for a step boundary instead."""
         latest = self._latest
