@@ -32,14 +32,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from conformance.documented import MOST, NAMED, PAIRED
+from conformance.documented import MOST, NAMED, PAIRED, TRIPLED
 from conformance.running import differences, run
 from conformance.table import Scenario, scenarios
 from conformance.world import BROKEN_OFF
 from conformance.worlds import run_worlds
 
-TABLES = (NAMED, PAIRED)
-"""Scenarios that differ in one process, those that differ in two only, ...: those of smaller worlds may differ, too."""
+TABLES = (NAMED, PAIRED, TRIPLED)
+"""Scenarios that differ in one process, in two only, in three only; those of smaller worlds may differ, too."""
 SHOWN = 4
 """Places of a record that are printed."""
 Found = tuple[str, Any, Any]
@@ -48,7 +48,7 @@ Found = tuple[str, Any, Any]
 
 def judge(name: str, found: list[Found], size: int = 1) -> list[str]:
     """Return what is wrong with a scenario's differences, in lines."""
-    known = [table[name] for table in TABLES[: min(size, len(TABLES))] if name in table]
+    known = [table[name] for table in TABLES[:size] if name in table]
     if name in TABLES[min(size, len(TABLES)) - 1] and not found:
         return ["   does not differ, but documented.py names it"]
     unexplained = [each for each in found if not any(named.explains(each[0]) for named in known)]
@@ -93,7 +93,7 @@ def main() -> int:
     if options.list:
         print("\n".join(chosen))
         return 0
-    assert len(NAMED) <= MOST and (NAMED | PAIRED).keys() <= scenarios().keys()
+    assert len(NAMED) <= MOST and (NAMED | PAIRED | TRIPLED).keys() <= scenarios().keys()
     logging.getLogger("lightning").setLevel(logging.INFO)
     absent = {name for name, each in chosen.items() if each.needs and importlib.util.find_spec(each.needs) is None}
     begun = time.monotonic()

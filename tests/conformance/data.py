@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from conformance.lab import Lab
-from conformance.net import Net, dataset, loader
+from conformance.net import Net, dataset, loader, processes
 from conformance.table import scenario
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, DemoModel, ManualOptimBoringModel
 from lightning.pytorch.utilities import CombinedLoader
@@ -77,7 +77,7 @@ LOADERS: dict[str, Any] = {
     "batch_list": lambda: DataLoader(dataset(), batch_sampler=[[0, 1], [5], [7, 8, 9]]),
     "generator": lambda: loader(12, shuffle=True, generator=torch.Generator().manual_seed(5)),
     "random_sampler": lambda: loader(12, sampler=RandomSampler(dataset(), generator=torch.Generator().manual_seed(3))),
-    "subset": lambda: DataLoader(Subset(dataset(), [1, 3, 5, 7]), batch_size=2),
+    "subset": lambda: DataLoader(Subset(dataset(), range(1, 8 * processes(), 2)), batch_size=2),
     "subset_sampler": lambda: loader(12, sampler=SubsetRandomSampler([1, 3, 5], torch.Generator().manual_seed(2))),
     "weighted": lambda: loader(
         12, sampler=WeightedRandomSampler([1.0] * 12, 6, generator=torch.Generator().manual_seed(2))

@@ -8,6 +8,7 @@ from typing import Final
 
 MOST: Final = 40
 MOST_PAIRED: Final = 60
+MOST_TRIPLED: Final = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,3 +139,15 @@ PAIRED: Final[dict[str, Named]] = {
     "callbacks.state_of_a_callback_that_is_not_plain": Named(row="callbacks' and schedulers' state"),
 }
 """Scenarios that differ in two processes; those of `NAMED` may differ there, too."""
+
+_ROUNDED: Final = Named(row="rounding, if M is no power of two", places=r"trainer0\.(metrics|parameters)|whole|weights")
+
+TRIPLED: Final[dict[str, Named]] = {
+    **{f"loops.fit[{name}]": _ROUNDED for name in ("bfloat", "bfloat_true", "half_true", "half_mixed")},
+    "checkpoints.contents_of[bfloat]": _ROUNDED,
+    "optimizing.configure_optimizers[one_cycle]": _ROUNDED,
+    "callbacks.spikes[late]": _ROUNDED,
+    "callbacks.spikes[maximum]": Named(row="`outputs` in `on_train_batch_end`"),
+    "data.demo_data_module": _SAMPLES,
+}
+"""Scenarios that differ in three processes only; those of `NAMED` and `PAIRED` may differ there, too."""

@@ -42,14 +42,21 @@ Record = dict[str, Any]
 
 
 class Trace(Callback):
-    """Records each hook of a callback, with the trainer's counters at that time."""
+    """Records each hook of a callback, with the trainer's counters at that time.
 
-    def __init__(self) -> None:
+    Args:
+        meet: waits, for a limited time, until an error has ended the run in the world's other processes, too.
+    """
+
+    def __init__(self, meet: Callable[[], object]) -> None:
+        self.meet = meet
         self.calls: list[list[Any]] = []
 
 
 def _traced(name: str) -> Callable[..., None]:
     def hook(self: Trace, trainer: pl.Trainer, module: Any, *args: Any, **kwargs: Any) -> None:
+        if name == "on_exception":
+            self.meet()
         numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, (int, str)) or each is None]
         stage = trainer.state.stage
         self.calls.append(
@@ -71,16 +78,25 @@ class Lab:
         folder: for its files; empty.
         nodes: number of nodes with one device each.
         meet: waits until the world's other processes have called it as often.
+        meet_failed: the same for a limited time, in runs that an error ends: a process leaves its world after it.
 
     Attributes:
         record: what was seen, by name.
     """
 
-    def __init__(self, strategy: str, folder: Path, nodes: int = 1, meet: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        strategy: str,
+        folder: Path,
+        nodes: int = 1,
+        meet: Callable[[], None] = lambda: None,
+        meet_failed: Callable[[], object] = lambda: None,
+    ) -> None:
         self.strategy = strategy
         self.folder = folder
         self.nodes = nodes
         self.meet = meet
+        self._meet_failed = meet_failed
         self.record: Record = {}
         self._trainers: list[tuple[pl.Trainer, Trace]] = []
 
@@ -90,7 +106,7 @@ class Lab:
         given |= {"default_root_dir": self.folder, **QUIET}
         if self.nodes > 1:
             given["use_distributed_sampler"] = True
-        traced = Trace()
+        traced = Trace(self._meet_failed)
         used = [*callbacks, traced] if trace else [*callbacks]
         made = pl.Trainer(callbacks=used or None, **given | settings)
         self._trainers.append((made, traced))

@@ -1,8 +1,9 @@
-"""A process that has imported everything, and forks agents and workers: ``prepared.py SOCKET``.
+"""A process that has imported everything, and forks agents and workers: ``prepared.py PARENT-PID SOCKET``.
 
 The imports of an agent and a worker take seconds of a core, a scenario a tenth of one. A process that is needed is
 therefore started as a `stub`, which connects here and gets a forked process for itself: with its environment, folder
-and output, in a session of its own. One whose stub has ended is killed, and all end with this process.
+and output, in a session of its own. One whose stub has ended is killed. All end with this process, and it with its
+parent.
 """
 
 from __future__ import annotations
@@ -116,10 +117,12 @@ def _become(request: dict[str, object], outputs: list[int], parent: int) -> None
 
 
 def main() -> None:
+    if not tie_to(int(sys.argv[1]), signal.SIGKILL):
+        sys.exit(1)
     torch.set_num_threads(1)
     scenarios()
     gc.freeze()
-    kind, *words = ForkServer(Path(sys.argv[1])).serve()
+    kind, *words = ForkServer(Path(sys.argv[2])).serve()
     sys.argv[1:] = words
     if kind == "agent":
         torch.distributed.run.main(words)

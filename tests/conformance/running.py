@@ -6,6 +6,7 @@ import io
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -25,6 +26,8 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 
 SECONDS = 60
 """Most that one run of a scenario may take."""
+_NUMBER = re.compile(r"(\d+\.\d+)")
+"""In a text."""
 TOLERANCE = 1e-6
 """Relative difference of two numbers that counts as none."""
 
@@ -118,4 +121,7 @@ def _equal(mine: Any, theirs: Any) -> bool:
         return (math.isnan(mine) and math.isnan(theirs)) or math.isclose(
             mine, theirs, rel_tol=TOLERANCE, abs_tol=TOLERANCE
         )
+    if isinstance(mine, str) and isinstance(theirs, str) and mine != theirs:
+        pair = [_NUMBER.split(each) for each in (mine, theirs)]  # text and numbers in turn
+        return pair[0][::2] == pair[1][::2] and all(map(_equal, *(map(float, each[1::2]) for each in pair)))
     return type(mine) is type(theirs) and bool(mine == theirs)

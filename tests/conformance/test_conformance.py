@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conformance.documented import MOST, MOST_PAIRED, NAMED, PAIRED
+from conformance.documented import MOST, MOST_PAIRED, MOST_TRIPLED, NAMED, PAIRED, TRIPLED
 from conformance.running import differences, run
 from conformance.table import scenarios
 from conformance.worlds import run_worlds
@@ -40,22 +40,26 @@ def test_scenarios(name: str) -> None:
 
 def test_named_scenarios_have_a_row() -> None:
     rows = DIFFERENCES.read_text()
-    assert len(NAMED) <= MOST and len(PAIRED) <= MOST_PAIRED
-    assert (NAMED | PAIRED).keys() <= scenarios().keys()
-    assert [each.row for each in [*NAMED.values(), *PAIRED.values()] if f"| {each.row}" not in rows] == []
+    assert len(NAMED) <= MOST and len(PAIRED) <= MOST_PAIRED and len(TRIPLED) <= MOST_TRIPLED
+    assert (NAMED | PAIRED | TRIPLED).keys() <= scenarios().keys()
+    assert [
+        each.row for table in (NAMED, PAIRED, TRIPLED) for each in table.values() if f"| {each.row}" not in rows
+    ] == []
 
 
 def test_the_number_of_scenarios_in_the_document() -> None:
     assert f"{len(scenarios())} scenarios" in DIFFERENCES.read_text()
     assert f"{len(NAMED)} of them differ" in DIFFERENCES.read_text()
     assert f"{len(PAIRED)} scenarios differ in two processes only" in DIFFERENCES.read_text()
+    assert f"{len(TRIPLED)} more in three" in DIFFERENCES.read_text()
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-def test_scenarios_in_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_scenarios_in_several_processes(size: int, tmp_path: Path) -> None:
     names = [name for name in SHORT if name not in NAMED] + ["loops.returned[loss]"]
-    mine, theirs = (run_worlds(strategy, names, tmp_path / strategy) for strategy in ("unicron", "ddp"))
+    mine, theirs = (run_worlds(strategy, names, tmp_path / strategy, size) for strategy in ("unicron", "ddp"))
     for name in names:
         for pair in zip(mine[name], theirs[name], strict=True):
             found = list(differences(*pair))
@@ -72,3 +76,5 @@ def test_what_differs() -> None:
     assert [place for place, *_ in found] == ["a.0", "error.message", "more"]
     assert [place for place, *_ in differences({"a": [1.0]}, {"a": [1.0, 2.0]})] == ["a"]
     assert list(differences({"error": error}, {"error": {**error, "class": "KeyError"}}))
+    assert not list(differences({"a": "of 1.83207905 s"}, {"a": "of 1.83207941 s"}))
+    assert len(list(differences(["1.25 a", "1.5 a"], ["1.25001 a", "1.5 b"]))) == 2

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,34 +27,44 @@ from conformance.table import Scenario, scenarios
 
 WAIT_SECONDS: Final = 15.0
 """Most that a process waits for the others: in a collective of ddp, and after a scenario."""
+FAILED_SECONDS: Final = 2.0
+"""Most that a process whose run is ended by an error waits for those of the others: not all have one."""
 DDP: Final = "ddp_find_unused_parameters_true"
 """Of ddp's trainers; without it, modules with several optimizers are refused."""
 BROKEN_OFF: Final = "broken_off"
 """Entry of a record: whether an error has ended a run of a trainer."""
 
 
-def meeting(folder: Path, number: str, rank: int) -> Callable[[], None]:
-    """Return a function that waits until all processes have called it as often."""
-    times = itertools.count()
+def meeting(folder: Path, name: str, seconds: float) -> Callable[[], bool]:
+    """Return a function that waits until all processes have called it as often; it returns whether they have."""
+    times, rank = itertools.count(), os.environ["RANK"]
 
-    def meet() -> None:
-        name = f"{number}.met{next(times)}"
-        (folder / f"{name}.{rank}").touch()
-        limit = time.monotonic() + WAIT_SECONDS
-        while not all((folder / f"{name}.{each}").exists() for each in range(processes())):
+    def meet() -> bool:
+        place = f"{name}{next(times)}"
+        (folder / f"{place}.{rank}").touch()
+        limit = time.monotonic() + seconds
+        while not (met := all((folder / f"{place}.{each}").exists() for each in range(processes()))):
             if time.monotonic() > limit:
-                sys.exit(f"no process has come to {name} in {WAIT_SECONDS} s")
+                break
             time.sleep(0.002)
+        return met
 
     return meet
+
+
+def must(meet: Callable[[], bool]) -> None:
+    """Meet, or end this process."""
+    if not meet():
+        sys.exit(f"not all processes have come within {WAIT_SECONDS} s")
 
 
 def run_one(number: str, scenario: Scenario, strategy: str, out: Path) -> bool:
     """Run a scenario, and write its record; return whether a run was broken off in any process."""
     rank = int(os.environ["RANK"])
-    meet, folder = meeting(out, number, rank), out / f"{number}.files"
+    meet, folder = partial(must, meeting(out, f"{number}.met", WAIT_SECONDS)), out / f"{number}.files"
+    failed = meeting(out, f"{number}.failed", FAILED_SECONDS)
     folder.mkdir(exist_ok=True)
-    lab = Lab(DDP if strategy == "ddp" else strategy, folder, processes(), meet)
+    lab = Lab(DDP if strategy == "ddp" else strategy, folder, processes(), meet, failed)
     if strategy == "ddp":
         store, seconds = f"file://{out}/{number}.store", timedelta(seconds=WAIT_SECONDS)
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes(), timeout=seconds)

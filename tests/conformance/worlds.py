@@ -77,7 +77,7 @@ def _site(size: int, strategy: str, out: Path) -> Iterator[Site]:
         stack.callback(shutil.rmtree, short, ignore_errors=True)
         prepared = Processes(out / "prepared", ENVIRONMENT)
         stack.callback(prepared.stop, 0.0)
-        prepared.start("prepared", [sys.executable, HERE / "prepared.py", short / "socket"])
+        prepared.start("prepared", [sys.executable, HERE / "prepared.py", str(os.getpid()), short / "socket"])
         until(f"the prepared process; its log is in {prepared.folder}", (short / "socket").exists)
         yield Site(size=size, strategy=strategy, out=out, socket=short / "socket", coordinator=coordinator)
 
