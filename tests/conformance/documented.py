@@ -74,6 +74,7 @@ NAMED: Final[dict[str, Named]] = {
         row="`StochasticWeightAveraging` with BatchNorm", places=r"trainer0\.(counters\.0|hooks)"
     ),
     **{f"tools.scale_batch_size[{name}]": _BATCH_SIZE for name in ("power", "binary", "wrong")},
+    "interfaces.environment_of_a_plugin": Named(row="a `ClusterEnvironment` among the `plugins`", places="environment"),
 }
 
 _SAMPLES: Final = Named(row="the end of the data")

@@ -12,8 +12,9 @@ from conformance.lab import Lab
 from conformance.loggers import rows
 from conformance.net import Net
 from conformance.table import scenario
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 
 TORCH_WRITER = "lightning.fabric.plugins.io.torch_io.TorchCheckpointIO.save_checkpoint"
@@ -132,3 +133,46 @@ def content_of_a_loaded_checkpoint(lab: Lab) -> None:
     first.save_checkpoint("a.ckpt")
     lab.trainer(Watching()).fit(Looking(), ckpt_path="a.ckpt")
     lab.see(seen=seen)
+
+
+@scenario(alone=True)
+def environment_of_a_plugin(lab: Lab) -> None:
+    trainer = lab.trainer(plugins=[LightningEnvironment()])
+    trainer.fit(Net())
+    lab.see(environment=type(trainer._accelerator_connector.cluster_environment).__name__)
+    lab.see(ranks=[trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.world_size])
+
+
+@scenario(fit={"run": "fit"}, test={"run": "test"})
+def saved_in_hooks(lab: Lab, run: str) -> None:
+    class Saving(pl.Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            trainer.save_checkpoint(f"{stage}-setup.ckpt")
+
+        def on_train_batch_end(self, trainer: Any, *about: Any) -> None:
+            trainer.save_checkpoint(f"batch{trainer.global_step}.ckpt")
+
+        def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint("test.ckpt", weights_only=True)
+
+        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            trainer.save_checkpoint(f"{stage}-teardown.ckpt")
+
+    getattr(lab.trainer(Saving()), run)(Net())
+    lab.meet()
+    lab.see(steps={path.name: torch.load(path)["global_step"] for path in sorted(Path().glob("*.ckpt"))})
+
+
+@scenario(none={"skipped": (5, 12)}, failing={"error": True})
+def rate_search_in_a_callback(lab: Lab, skipped: Any = (), error: bool = False) -> None:
+    class Searched(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step in skipped:
+                return None
+            if error and self.trainer.global_step == 2:
+                raise RuntimeError("broken")
+            return super().training_step(batch, batch_idx)
+
+    finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None, attr_name="rate")
+    lab.trainer(finder, enable_checkpointing=False).fit(Searched())
+    lab.see(losses=finder.optimal_lr.results["loss"])
