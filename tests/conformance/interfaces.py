@@ -29,7 +29,7 @@ def step_removed(lab: Lab, step: str) -> None:
     lab.see(validated=trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.completed)
 
 
-@scenario(last={"save_last": True, "save_top_k": 0}, newest={"save_last": None, "save_top_k": 1})
+@scenario(alone=True, last={"save_last": True, "save_top_k": 0}, newest={"save_last": None, "save_top_k": 1})
 def checkpoint_before_a_run(lab: Lab, **options: Any) -> None:
     callback = ModelCheckpoint(lab.folder / "c", **options)
     trainer = lab.trainer(callback, enable_checkpointing=True, trace=False)
@@ -52,7 +52,7 @@ def replaced_writer(lab: Lab) -> None:
     lab.see(calls=[[repr(call.args[1]), call.kwargs] for call in writer.call_args_list])
 
 
-@scenario()
+@scenario(alone=True)
 def watched_plugin(lab: Lab) -> None:
     class Own(CheckpointIO):
         def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
