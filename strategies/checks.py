@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationSch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
 
+from unicron_lightning import environ
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.lightning_root import is_other, refuse
 
@@ -32,11 +33,11 @@ def check_trainer(trainer: pl.Trainer, *, scheduled: bool) -> None:
                 "in Megatron's configuration: set Trainer(accumulate_grad_batches=...), or use "
                 'Trainer(strategy="unicron_fsdp")'
             )
-        if isinstance(callback, BatchSizeFinder):
+        if isinstance(callback, BatchSizeFinder) and environ.under_agent():
             raise ConfigError(
                 f"{type(callback).__name__} changes the batch size while it trains, and each rank would find its own; "
                 "the unicron strategy keeps the global batch constant (Lightning refuses it under ddp, too): find the "
-                "batch size in a run on one device, without torchrun and with the default strategy"
+                "batch size in a run on one device, without torchrun"
             )
     if type(trainer.precision_plugin).__name__ == "TransformerEnginePrecision":
         raise ConfigError(

@@ -41,6 +41,7 @@ from unicron_lightning.strategies.metrics.recording import LogCall, RecordingRes
 from unicron_lightning.strategies.metrics.sums import SumsLayout
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.passes.loaders import Loaders
+from unicron_lightning.strategies.passes.script_loaders import loading
 from unicron_lightning.strategies.passes.validation_clock import TimedValidation
 from unicron_lightning.strategies.reporting import StepReports, report_exception, told_flops
 from unicron_lightning.strategies.run_launcher import RunLauncher
@@ -260,7 +261,8 @@ class FaultTolerantStrategy(CollectingStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if self._shape is None:  # the script sets up a loop's data without a run
             return dataloader
-        return self.loaders.wrap(self.module.trainer, dataloader, self._shape, self.seed)
+        with loading(self.module.trainer, self._loads):
+            return self.loaders.wrap(self.module.trainer, dataloader, self._shape, self.seed)
 
     def share(self, micro_batches: range) -> list[int]:
         """Return this rank's micro-batches of a step in the present world."""

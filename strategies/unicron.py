@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
@@ -77,4 +77,4 @@ class UnicronStrategy(FaultTolerantStrategy):
 
 
 # Lightning and scripts ask by isinstance() what works, such as torch.compile.
-DDPStrategy.register(UnicronStrategy)
+SingleDeviceStrategy.register(UnicronStrategy)

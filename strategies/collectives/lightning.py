@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.data import has_len_all_ranks
 from torch import Tensor
 from typing_extensions import override
 
+from unicron_lightning import environ
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.collectives import default_group
 from unicron_lightning.strategies.collectives.operations import Collectives
@@ -22,13 +23,7 @@ from unicron_lightning.strategies.session import Session
 
 
 class CollectingStrategy(ParallelStrategy):
-    """Collectives called by Lightning and scripts; before the first run no values are exchanged.
-
-    Attributes:
-        is_distributed: makes Lightning call `reduce` for ``self.log(sync_dist=True)`` in hooks.
-    """
-
-    is_distributed = True
+    """Collectives called by Lightning and scripts; before the first run no values are exchanged."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._environment = UnicronEnvironment()
@@ -36,6 +31,7 @@ class CollectingStrategy(ParallelStrategy):
         self._collectives: Collectives | None = None
         self._is_first = True
         self._trainer: pl.Trainer | None = None
+        self._loads = ""
 
     @property
     @override
@@ -46,6 +42,11 @@ class CollectingStrategy(ParallelStrategy):
     def accelerator(self, accelerator: pl.accelerators.Accelerator) -> None:
         check_accelerator(accelerator, type(self))
         self._accelerator = accelerator
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there may be other workers: Lightning then calls `reduce` for values that hooks log."""
+        return environ.under_agent()
 
     def _begin_collectives(self, session: Session, trainer: pl.Trainer, *, is_first: bool, is_group: bool) -> None:
         """Exchange values from now on; by `torch.distributed` too, if the workers are its default group."""
@@ -71,8 +72,9 @@ class CollectingStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        loads = name is not None and name.endswith("_dataloader()")  # no need to wait: see `reduce`
-        if self._collectives is not None and not loads:
+        if name is not None and name.endswith("_dataloader()"):  # no need to wait: see `reduce`
+            self._loads = name.removesuffix("_dataloader()")
+        elif self._collectives is not None:
             self._collectives.barrier()
 
     @override

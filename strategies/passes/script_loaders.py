@@ -7,7 +7,9 @@ callback may iterate over it, or read its attributes, without any effect on trai
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops import _EvaluationLoop
@@ -20,6 +22,14 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, DistributedSampler
 
 from unicron_lightning.data.loader import InPlace
+
+_STAGES: Final = {
+    "train": RunningStage.TRAINING,
+    "val": RunningStage.VALIDATING,
+    "test": RunningStage.TESTING,
+    "predict": RunningStage.PREDICTING,
+}
+"""By the prefix of their methods for data."""
 
 
 def ordinary(trainer: pl.Trainer, loader: DataLoader[Any], devices: int, rank: int) -> DataLoader[Any]:
@@ -43,6 +53,23 @@ def ordinary(trainer: pl.Trainer, loader: DataLoader[Any], devices: int, rank: i
     except (MisconfigurationException, TypeError, AssertionError):  # unknown arguments; fewer samples than devices
         return loader
     return made
+
+
+@contextmanager
+def loading(trainer: pl.Trainer, prefix: str) -> Iterator[None]:
+    """Inside, the trainer is in the stage whose data is loaded: searches load validation data while they train.
+
+    Args:
+        trainer: of the run.
+        prefix: of the stage's method, such as ``val``; "" if unknown.
+    """
+    before = trainer.state.stage
+    if before is not None and before.dataloader_prefix != prefix in _STAGES:
+        trainer.state.stage = _STAGES[prefix]
+    try:
+        yield
+    finally:
+        trainer.state.stage = before
 
 
 def evaluation_loops(trainer: pl.Trainer) -> tuple[_EvaluationLoop, ...]:

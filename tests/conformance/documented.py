@@ -31,7 +31,6 @@ class Named:
 _RANDOM: Final = Named(row="random samplers")
 _NO_LENGTH: Final = Named(row="iterable datasets", places=r"warnings|trainer0\.(counters\.3|batches\.0\.0)")
 _DOUBLE: Final = Named(row="`self.log` in `training_step`", places=r"trainer0\.metrics\.\d\.\w+\.1")
-_BATCH_SIZE: Final = Named(row="`BatchSizeFinder`")
 _MESSAGE: Final = Named(row="wrong values", places=r"error\.message|, rank")
 """In two processes the task is ended before its workers have written their records."""
 
@@ -73,7 +72,6 @@ NAMED: Final[dict[str, Named]] = {
     "callbacks.stochastic_weight_averaging[norms]": Named(
         row="`StochasticWeightAveraging` with BatchNorm", places=r"trainer0\.(counters\.0|hooks)"
     ),
-    **{f"tools.scale_batch_size[{name}]": _BATCH_SIZE for name in ("power", "binary", "wrong")},
     "interfaces.environment_of_a_plugin": Named(row="a `ClusterEnvironment` among the `plugins`", places="environment"),
 }
 

@@ -13,6 +13,7 @@ import torch
 from conformance.lab import QUIET, Lab
 from conformance.net import Net, loader
 from conformance.table import scenario
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 
@@ -83,6 +84,15 @@ def scale_batch_size(lab: Lab, mode: str) -> None:
     module = Tuned()
     found = Tuner(lab.trainer()).scale_batch_size(module, mode=mode, max_trials=2, steps_per_trial=1)
     lab.see(found=found, size=module.hparams["batch_size"])
+
+
+@scenario(power={"mode": "power"}, binary={"mode": "binsearch"}, alone=True)
+def batch_size_finder(lab: Lab, mode: str) -> None:
+    module = Tuned()
+    finder = BatchSizeFinder(mode=mode, max_trials=2, steps_per_trial=1)
+    trainer = lab.trainer(finder)
+    trainer.fit(module)
+    lab.see(found=finder.optimal_batch_size, size=module.hparams["batch_size"], step=trainer.global_step)
 
 
 class Commanded(Net):

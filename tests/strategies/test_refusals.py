@@ -12,7 +12,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from unicron_lightning import environ
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.checks import check_trainer
 from unicron_lightning.strategies.collectives.operations import CollectiveInStep
 from unicron_lightning.strategies.environment import own_device
 from unicron_lightning.strategies.micro_batch import NoLoss
@@ -199,9 +201,11 @@ def test_num_micro_batches() -> None:
     assert fit(Small(), strategy=UnicronStrategy(num_micro_batches=4), devices=2).global_step == 1
 
 
-def test_a_search_for_the_batch_size() -> None:
-    with pytest.raises(ConfigError, match=r"BatchSizeFinder changes the batch size .*constant .*default strategy"):
-        fit(Small(), callbacks=[BatchSizeFinder()])
+def test_a_search_for_the_batch_size_in_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = pl.Trainer(callbacks=[BatchSizeFinder()], logger=False)
+    monkeypatch.setenv(environ.AGENT_SOCKET, "socket")
+    with pytest.raises(ConfigError, match=r"BatchSizeFinder changes the batch size .*constant .*without torchrun"):
+        check_trainer(trainer)
 
 
 def test_the_world_that_torchrun_was_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
