@@ -205,7 +205,7 @@ def test_a_search_for_the_batch_size_in_a_task(monkeypatch: pytest.MonkeyPatch) 
     trainer = pl.Trainer(callbacks=[BatchSizeFinder()], logger=False)
     monkeypatch.setenv(environ.AGENT_SOCKET, "socket")
     with pytest.raises(ConfigError, match=r"BatchSizeFinder changes the batch size .*constant .*without torchrun"):
-        check_trainer(trainer)
+        check_trainer(trainer, scheduled=True)
 
 
 def test_the_world_that_torchrun_was_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
