@@ -31,7 +31,7 @@ from unicron_lightning.strategies.state.division import StateDivision
 from unicron_lightning.worker.balance import Balance, deal
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import World
-from unicron_lightning.worker.ledger import share
+from unicron_lightning.worker.ledger import own, share
 from unicron_lightning.worker.step import GradientStep
 
 if TYPE_CHECKING:
@@ -91,6 +91,12 @@ class DataParallel(Parallelism):
         if counts is None:
             return share(micro_batches, world.rank, world.size)
         return deal(micro_batches, counts)[world.rank]
+
+    def own(self, in_full_step: Sequence[int]) -> list[int]:
+        world, balance = self._strategy.engine.world, self.steps.balance
+        if balance is not None and balance.counts(len(in_full_step)) is not None:
+            return self.share(range(len(in_full_step)))
+        return own(in_full_step, world.rank, world.size)
 
     def state(self, trainer: pl.Trainer) -> dict[str, Any]:
         manual = {} if self.manual is None else {"manual": self.manual.state()}
@@ -166,7 +172,9 @@ class WholeModelSteps:
         sums = StepSums(strategy.agreed, effects.norms, effects.buffers, gradients, effects.metrics)
         micro_batches = MicroBatches(strategy, batch, sums, effects, takes_index=bool(where), skips=True)
         digest = self._divergence.digest(module.parameters(), engine)
-        operation = GradientStep(batch.micro_batches, gradients, sums, micro_batches.run, self.balance, digest)
+        operation = GradientStep(
+            batch.micro_batches, gradients, sums, micro_batches.run, self.balance, digest, batch.in_full_step
+        )
         engine.run(operation)
         self._divergence.check(operation, engine)
         loss, calls, self._used = sums.finish()

@@ -107,6 +107,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         """Values logged in the epoch of a checkpoint that was read."""
         self._broken_off = False
         """Whether an exception has ended the present run."""
+        self._error: BaseException | None = None
+        """It, until Lightning has called the hooks for it."""
 
     # ---- identity
 
@@ -433,14 +435,16 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._failed(exception)
+        if exception is not self._error:  # without an agent, or raised outside the trainer's launcher
+            self._failed(exception)
+        self._error = None
         if self._session is not None:
             self._session.leave_with_siblings()
         super().on_exception(exception)
 
     def _failed(self, error: BaseException) -> None:
         """Report an error that ends the run."""
-        self._broken_off = True
+        self._broken_off, self._error = True, error
         if self._session is not None:
             report_exception(self._session.control, error, self.engine.step)
             self._session.begin_error_hooks()

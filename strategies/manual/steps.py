@@ -136,7 +136,7 @@ class ManualSteps:
         scaler = getattr(strategy.precision_plugin, "scaler", None)
         if scaler is not None:
             scaler.scale(torch.zeros((), device=strategy.root_device))  # creates its state even without a share
-        own = strategy.share(batch.micro_batches)
+        own = strategy.parallelism.own(batch.in_full_step)
         self._held, self._strands = set(own), {}
         lead = self._make(own[0] if own else batch.micro_batches[0])
         if own:

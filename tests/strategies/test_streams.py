@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from agent.torchrun import START_SECONDS, Cluster
-from programs import stream_worker
-from programs.launching import PROGRAMS
+from programs import stream_worker, unequal_streams
+from programs.launching import PROGRAMS, launch
 from programs.stream_worker import DEVICES, EVALUATED, INDEXED
+
+from unicron_lightning.local_cluster.processes import free_port
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 
@@ -112,3 +114,13 @@ def test_evaluations_without_a_fit_through_deaths(
     assert len(predicted) == len(survivors), "a replacement predicts nothing"
     for place, numbers in enumerate((range(EVALUATED), range(EVALUATED, EVALUATED + INDEXED))):
         assert sorted(n for parts in predicted for batch in parts[place] for n in batch) == list(numbers)
+
+
+def test_each_worker_reads_its_own_stream_also_after_another_has_ended(tmp_path: Path) -> None:
+    endpoint = [*("--rdzv-id", "unequal"), *("--rdzv-endpoint", f"127.0.0.1:{free_port()}")]
+    agent = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "unicron", *endpoint]
+    program = [str(PROGRAMS / "unequal_streams.py"), str(tmp_path / "read")]
+    launch([*agent, *program], tmp_path, 120, UNICRON_STATE_DIR=str(tmp_path / "state"))
+    read = [tuple(map(int, line.split())) for line in (tmp_path / "read").read_text().splitlines()]
+    checks = 2 * unequal_streams.BATCH
+    assert sorted(each for each in read if each[2] > checks) == [(0, 0, 8), (1, 1, 40)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from unicron_lightning import wire
 from unicron_lightning.wire.report_sums import summed
-from unicron_lightning.worker.ledger import StepPlan, plan_step, share
+from unicron_lightning.worker.ledger import StepPlan, own, plan_step, share
 from unicron_lightning.worker.report_sum import ReportSum
 
 
@@ -24,6 +24,22 @@ def test_shares_partition_evenly(items: list[int], world: int) -> None:
 
 def test_a_share_keeps_the_order() -> None:
     assert share(range(7), 1, 3) == [1, 4]
+
+
+@given(st.sets(st.integers(0, 30)), st.integers(1, 8))
+def test_in_a_step_with_missing_micro_batches_each_stays_on_its_rank(places: set[int], world: int) -> None:
+    present = sorted(places)
+    for rank in range(world):
+        mine = own(present, rank, world)
+        assert {present[number] for number in mine} == places & set(share(range(31), rank, world))
+        plan = plan_step(range(len(present)), 2, ReportSum.nothing(world), rank, None, present)
+        assert plan.todo == tuple(mine) and len(plan.lost) == len(present)
+
+
+def test_what_is_lost_of_a_step_with_missing_micro_batches_is_dealt_to_all() -> None:
+    reports = summed(1, [{"position": 1, "operation": "step", "report": {"finished": [0], "reduced": []}}])
+    total = ReportSum.of(msgspec.json.decode(msgspec.json.encode(reports), type=wire.Go), 1)
+    assert plan_step(range(3), 0, total, 0, None, [1, 5, 7]).todo == (1, 2)
 
 
 @pytest.mark.parametrize("rank", [-1, 3])

@@ -1,7 +1,8 @@
 """Division of a step's micro-batches over the ranks: pure functions with the same result on every rank.
 
-A step consists of the micro-batches ``0..M-1``. Shares are distributed round-robin; the redistribution of a lost rank's
-micro-batches (UNICRON section "resume from partial results") applies the same rule to another list.
+A step consists of the micro-batches ``0..M-1``; fewer at the end of the data. Shares are distributed round-robin. The
+redistribution of a lost rank's micro-batches (UNICRON section "resume from partial results") applies the same rule to
+another list.
 """
 
 from __future__ import annotations
@@ -18,6 +19,17 @@ def share(micro_batches: Sequence[int], rank: int, world: int) -> list[int]:
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} is not in 0..{world - 1}")
     return list(micro_batches[rank::world])
+
+
+def own(in_full_step: Sequence[int], rank: int, world: int) -> list[int]:
+    """The share of a step with missing micro-batches: each stays on the rank that has it in a step without.
+
+    Args:
+        in_full_step: of each micro-batch its number in a step without missing ones.
+        rank: rank to plan for.
+        world: number of ranks.
+    """
+    return [number for number, place in enumerate(in_full_step) if place % world == rank]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +55,7 @@ def plan_step(
     reports: ReportSum,
     rank: int,
     counts: Sequence[int] | None = None,
+    in_full_step: Sequence[int] | None = None,
 ) -> StepPlan:
     """Plan the rest of a step from the members' reports.
 
@@ -56,7 +69,8 @@ def plan_step(
         reports: finished micro-batches and reduced buckets. Reduced buckets include every finished micro-batch, also
             those of dead ranks.
         rank: rank to plan for.
-        counts: share of each rank in a step that no rank has begun; None: distributed round-robin.
+        counts: share of each rank in a step that no rank has begun; None: as `own`.
+        in_full_step: of each micro-batch its number in a step without missing ones; None: there are none missing.
     """
     held: list[tuple[int, int]] = []
     reduced: set[int] = set()
@@ -67,5 +81,10 @@ def plan_step(
             if number < reports.world:
                 held.append((bucket, first))
     lost = [m for m in micro_batches if m not in reports.finished]
-    todo = share(lost, rank, reports.world) if counts is None or reports.begun else deal(lost, counts)[rank]
+    if reports.begun or (counts is None and in_full_step is None):
+        todo = share(lost, rank, reports.world)
+    elif counts is not None:
+        todo = deal(lost, counts)[rank]
+    else:
+        todo = [lost[number] for number in own(in_full_step or (), rank, reports.world)]
     return StepPlan(todo=tuple(todo), held=tuple(held), reduced=frozenset(reduced), lost=tuple(lost))

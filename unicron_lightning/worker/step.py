@@ -44,6 +44,7 @@ class GradientStep:
         run: runs forward and backward of one micro-batch.
         balance: the ranks' shares; None: equal ones.
         digest: of the parameters before the step; 0.0 without one.
+        in_full_step: see `ledger.plan_step`.
 
     Attributes:
         recomputed: micro-batches that no present worker had finished when the step was planned again.
@@ -60,11 +61,13 @@ class GradientStep:
         run: Callable[[int], None],
         balance: Balance | None = None,
         digest: float = 0.0,
+        in_full_step: Sequence[int] | None = None,
     ) -> None:
         self.micro_batches = list(micro_batches)
         self.recomputed: list[int] = []
         self.odd: list[int] = []
         self._digest = digest
+        self._in_full_step = in_full_step
         self._gradients = gradients
         self._sums = sums
         self._run = run
@@ -85,7 +88,8 @@ class GradientStep:
 
     def plan(self, reports: ReportSum, rank: int) -> None:
         counts = None if self._balance is None else self._balance.counts(len(self.micro_batches))
-        self._plan = plan_step(self.micro_batches, len(self._buckets), reports, rank, counts)
+        places = self._in_full_step
+        self._plan = plan_step(self.micro_batches, len(self._buckets), reports, rank, counts, places)
         self._reduced &= self._plan.reduced
         self._attempts += 1
         if self._attempts > 1:
