@@ -52,6 +52,7 @@ from unicron_lightning.strategies.state.checkpointing import ReportedCheckpoints
 from unicron_lightning.strategies.state.comparison import Comparison
 from unicron_lightning.strategies.state.memory import StateMemory
 from unicron_lightning.strategies.state.persisting import Persisting
+from unicron_lightning.strategies.watching import LIGHTNING_BACKWARD, watched
 from unicron_lightning.worker.checkpoint_files import located
 from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.engine import Engine, World
@@ -325,11 +326,12 @@ class FaultTolerantStrategy(CollectingStrategy):
         self._last_batch = batch
 
     @override
+    @watched
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Pass the gradients, summed over the global batch, to the optimizer, with the usual hooks."""
         manual = self.parallelism.manual
         if self._is_by_hand:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            return LIGHTNING_BACKWARD(self, closure_loss, optimizer, *args, **kwargs)
         if manual is not None:
             return manual.backward(closure_loss, *args, **kwargs)
         self.persisting.settle()  # the optimizer's step follows
