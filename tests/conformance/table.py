@@ -23,6 +23,7 @@ PARTS: Final = (
     "tools",
     "interfaces",
     "trainers",
+    "searches",
 )
 """Modules with scenarios, in this folder."""
 
