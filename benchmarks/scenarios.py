@@ -7,8 +7,9 @@ process) and under ``unicron``, and all that was observed is compared: hooks wit
 metrics, states, files, warnings, messages, errors. The scenarios were written for this project from Lightning's
 documented behaviour; they are not Lightning's own tests.
 
-With ``--world 2`` or more, each runs in that many processes, under ddp and under ``unicron`` with a node for each,
-and the records of all ranks are compared. There are as many samples for each rank as in one process, and values are
+With ``--world 2`` or more, each but those for one worker runs in that many processes, under ddp and under ``unicron``
+with a node for each, and the records of all ranks are compared. There are as many samples for each rank as in one
+process, and values are
 logged with ``sync_dist=True``.
 
 The exit status is 1 if a scenario differs that
@@ -88,7 +89,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="beginnings of names; default: all")
     options = parser.parse_args()
     chosen = {
-        name: each for name, each in scenarios().items() if not options.names or name.startswith(tuple(options.names))
+        name: each
+        for name, each in scenarios().items()
+        if (not options.names or name.startswith(tuple(options.names))) and not (each.alone and options.world > 1)
     }
     if options.list:
         print("\n".join(chosen))
