@@ -9,8 +9,7 @@ documented behaviour; they are not Lightning's own tests.
 
 With ``--world 2`` or more, each but those for one worker runs in that many processes, under ddp and under ``unicron``
 with a node for each, and the records of all ranks are compared. There are as many samples for each rank as in one
-process, and values are
-logged with ``sync_dist=True``.
+process, and values are logged with ``sync_dist=True``.
 
 The exit status is 1 if a scenario differs that
 ``tests/conformance/documented.py`` does not name, if one differs at another place than is named there, or if one that
