@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -197,14 +197,6 @@ def copies(strategy: str) -> Any:
     return found
 
 
-def batch_size_finder(strategy: str) -> Any:
-    try:
-        trainer(strategy, callbacks=[BatchSizeFinder()]).fit(Net())
-    except Exception:  # noqa: BLE001 - each strategy has its own
-        return "refused"
-    return "allowed"
-
-
 class Looks(pl.Callback):
     """Reads what scripts read of strategy and loaders."""
 
@@ -236,7 +228,6 @@ CASES: dict[str, Callable[[str], Any]] = {
     "compiled": compiled,
     "compiled_log": compiled_log,
     "copies": copies,
-    "batch_size_finder": batch_size_finder,
     "attributes": attributes,
 }
 """Cases of one process."""
