@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler
 
 
-@scenario(interrupt={"kind": KeyboardInterrupt}, error={"kind": RuntimeError})
+@scenario(interrupt={"kind": KeyboardInterrupt}, error={"kind": RuntimeError}, alone=True)
 def error_reaches_the_strategy(lab: Lab, kind: type[BaseException]) -> None:
     """The base class's method, which a script may have replaced, is called, too."""
 
@@ -43,6 +43,7 @@ def checkpoint_of_a_failed_validation(lab: Lab, at: int) -> None:
 
     trainer = lab.trainer(OnExceptionCheckpoint(lab.folder), enable_checkpointing=True)
     lab.attempt("raised", lambda: trainer.fit(Failing()))
+    lab.meet()  # no rank waits for the one that writes
     loops = torch.load(lab.folder / "on_exception.ckpt", weights_only=True)["loops"]["fit_loop"]
     lab.see(progress=loops["epoch_loop.val_loop.batch_progress"], training=loops["epoch_loop.batch_progress"])
 
@@ -57,6 +58,7 @@ def loops_after_a_failed_step(lab: Lab) -> None:
 
     trainer = lab.trainer(OnExceptionCheckpoint(lab.folder), enable_checkpointing=True, limit_val_batches=0)
     lab.attempt("raised", lambda: trainer.fit(Failing()))
+    lab.meet()  # no rank waits for the one that writes
     saved = torch.load(lab.folder / "on_exception.ckpt", weights_only=True)["loops"]["fit_loop"]
     lab.see(saved=saved, state=trainer.fit_loop.state_dict())
     trainer.fit_loop.load_state_dict(saved)
@@ -84,6 +86,7 @@ def step_by_hand(lab: Lab, closure: bool = False) -> None:
     test={"stage": RunningStage.TESTING, "number": 12},
     prediction={"stage": RunningStage.PREDICTING, "number": 12},
     empty={"stage": RunningStage.TRAINING, "number": 0},
+    alone=True,
 )
 def data_without_a_run(lab: Lab, stage: RunningStage, number: int) -> None:
     trainer, module, data = lab.trainer(), Net(), loader(number)
@@ -183,7 +186,7 @@ def nothing_is_kept(lab: Lab) -> None:
     lab.see(freed=[each() is None for each in kept])
 
 
-@scenario()
+@scenario(alone=True)
 def loader_that_yields_none(lab: Lab) -> None:
     """Only the counters are compared of the batches that there are."""
     losses: list[Any] = []
