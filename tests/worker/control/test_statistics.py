@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,27 @@ def test_a_step_has_failed_after_three_times_the_average() -> None:
     assert known.limit(steady=True) == pytest.approx(3 * 0.05 + LIMITS.slack, rel=0.05)
     known.take([step(60.0)])
     assert known.mean == pytest.approx(0.05, rel=0.05), "one long step changes nothing"
+
+
+def test_another_thread_reads_the_statistics_while_steps_are_added() -> None:
+    monitor, ended = Monitor("w", Activity()), threading.Event()
+
+    def add() -> None:
+        while not ended.is_set():
+            monitor.activity.finished.extend(steps(20))
+            monitor.take()
+
+    adding = threading.Thread(target=add)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    adding.start()
+    try:
+        paces = [monitor.pace().steps for _ in range(500)]
+    finally:
+        ended.set()
+        adding.join(60)
+        sys.setswitchinterval(before)
+    assert len(paces) == 500 and paces[-1] > 0
 
 
 def test_what_varies_by_nature_may_take_longer() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -52,6 +53,8 @@ class Monitor:
     def __init__(self, worker: str, activity: Activity, *, on_cpu: bool = True) -> None:
         self.activity = activity
         self.statistics = StepStatistics()
+        self._adding = threading.Lock()
+        """Held while steps are added, and while they are summarized, which the training thread does, too."""
         self._worker = worker
         self._schedule = f"/proc/self/task/{activity.thread}/schedstat"
         self._load = "/proc/loadavg"
@@ -74,11 +77,13 @@ class Monitor:
     def take(self) -> None:
         """Add the steps finished since the last call."""
         finished = self.activity.finished
-        self.statistics.take([finished.popleft() for _ in range(len(finished))])
+        with self._adding:
+            self.statistics.take([finished.popleft() for _ in range(len(finished))])
 
     def summary(self) -> Summary:
         """The statistics up to the last check."""
-        return self.statistics.summary()
+        with self._adding:
+            return self.statistics.summary()
 
     def pace(self) -> wire.Pace:
         """The statistics in the form that is sent to the coordinator."""
