@@ -29,6 +29,7 @@ from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state.division import StateDivision
 from unicron_lightning.worker.commit import CommittedStep
 from unicron_lightning.worker.engine import Engine, World
+from unicron_lightning.worker.ledger import present
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.manual.steps import ManualSteps
@@ -249,7 +250,7 @@ class Parallelism(ABC):
         Args:
             in_full_step: their numbers in a step without missing ones, as in `GlobalBatch`.
         """
-        return self.share(range(len(in_full_step)))
+        return present(self.share(range(in_full_step[-1] + 1)), in_full_step)
 
     def at_boundary(self) -> None:  # noqa: B027
         """Act between two steps, after a possible change of worlds."""

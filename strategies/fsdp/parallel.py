@@ -38,6 +38,7 @@ from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state.module_buffers import unsaved
 from unicron_lightning.strategies.state.replica_memory import ReplicaDivision
 from unicron_lightning.worker.engine import Engine, World
+from unicron_lightning.worker.ledger import present
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -216,8 +217,7 @@ class FsdpParallel(Parallelism):
 
     def own(self, in_full_step: Sequence[int]) -> list[int]:
         whole = range(self.rows(range(in_full_step[-1] + 1)) * self.size)
-        numbers = {place: number for number, place in enumerate(in_full_step)}
-        return [numbers[place] for place in self.share(whole) if place in numbers]
+        return present(self.share(whole), in_full_step)
 
     def rows(self, micro_batches: Sequence[int]) -> int:
         """Number of rows of S micro-batches, one for each shard."""

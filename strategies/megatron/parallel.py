@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -171,10 +171,6 @@ class MegatronParallel(Parallelism):
 
     def share(self, micro_batches: range) -> list[int]:
         return self.member.share(micro_batches)
-
-    def own(self, in_full_step: Sequence[int]) -> list[int]:
-        numbers = {place: number for number, place in enumerate(in_full_step)}
-        return [numbers[place] for place in self.share(range(in_full_step[-1] + 1)) if place in numbers]
 
     def at_boundary(self) -> None:
         self.member.fabric.leave_if_surplus()

@@ -32,6 +32,12 @@ def own(in_full_step: Sequence[int], rank: int, world: int) -> list[int]:
     return [number for number, place in enumerate(in_full_step) if place % world == rank]
 
 
+def present(places: Sequence[int], in_full_step: Sequence[int]) -> list[int]:
+    """Return the micro-batches that there are at some places of a full step; ``in_full_step`` as for `own`."""
+    numbers = {place: number for number, place in enumerate(in_full_step)}
+    return [numbers[place] for place in places if place in numbers]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """Remaining work of a step for one rank.
