@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from programs import jobs
-from programs.launching import PROGRAMS, launch, load
+from programs.launching import PROGRAMS, launch, launch_reference, load
 
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
@@ -37,8 +37,7 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of each case under ddp."""
     folder = tmp_path_factory.mktemp("ddp")
     out = folder / "out"
-    port = ["--nproc-per-node", "2", "--master-port", str(free_port())]
-    launch([*port, str(PROGRAMS / "jobs.py"), "ddp", str(out), *jobs.CASES], folder)
+    launch_reference("jobs.py", folder, jobs.CASES, out)
     return out
 
 

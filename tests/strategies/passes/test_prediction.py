@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from programs import predicting
-from programs.launching import PROGRAMS, launch, load
+from programs.launching import PROGRAMS, launch, launch_reference, load
 
 from unicron_lightning.local_cluster.processes import free_port
 
@@ -23,8 +23,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
-    port = ["--nproc-per-node", "2", "--master-port", str(free_port())]
-    launch([*port, str(PROGRAMS / "predicting.py"), "ddp", str(folder), *predicting.CASES], folder)
+    launch_reference("predicting.py", folder, predicting.CASES, folder)
     return folder
 
 
