@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.randomness import seed_micro_batch
 from unicron_lightning.replica.step import ReplicaStep
 from unicron_lightning.strategies.megatron.checks import check_megatron_loader
 from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.metrics.sums import AllUsed, NormStatistics, StepSums
-from unicron_lightning.strategies.micro_batch import FORWARD
+from unicron_lightning.strategies.micro_batch import FORWARD, TRANSFER
 from unicron_lightning.strategies.parallelism import FinishedStep
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
 
@@ -46,7 +47,7 @@ class StageSteps:
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
         strategy, member = self._grid.strategy, self._grid.member
         batches = StageBatches(self._grid, batch, where[0] if where else 0)
-        operation = ReplicaStep(batches.places, member.model, member.fabric, batches.call, batches.sums)
+        operation = ReplicaStep(batches.places.all, member.model, member.fabric, batches.call, batches.sums)
         strategy.engine.run(operation)
         assert operation.sums is not None
         self.grad_norm = operation.grad_norm
@@ -68,8 +69,7 @@ class StageBatches:
         step_in_epoch: Lightning's batch index.
 
     Attributes:
-        places: numbers of the micro-batches in a full step, and of those that are missing before the last one, so that
-            a replica reads the stream of its device.
+        places: of the micro-batches.
     """
 
     def __init__(self, grid: MegatronParallel, batch: GlobalBatch, step_in_epoch: int) -> None:
@@ -77,13 +77,12 @@ class StageBatches:
         self._strategy = grid.strategy
         self._batch = batch
         self._index = step_in_epoch
-        self._numbers = dict(zip(batch.in_full_step, batch.micro_batches, strict=True))
         self._done: dict[int, tuple[Tensor, list[LogCall]]] = {}
-        self.places = range(batch.in_full_step[-1] + 1)
+        self.places = Places(batch)
 
     def call(self, micro_batches: Sequence[int], *, last: bool) -> None:
-        """Run some of `places` together with the partners; see `replica.step.Call`."""
-        numbers = self._present(micro_batches)
+        """Run those at some places together with the partners; see `replica.step.Call`."""
+        numbers = self.places.numbers(micro_batches)
         if numbers:
             self._grid.member.model.call(self.forward, numbers, last=last)
         for number in numbers:
@@ -117,11 +116,29 @@ class StageBatches:
         norms, no_buffers = NormStatistics(self._strategy.module), ModuleBuffers(nn.Module())
         sums = StepSums(self._strategy.agreed, norms, no_buffers, AllUsed())
         if self._grid.tells:
-            for micro_batch in self._present(places):
+            for micro_batch in self.places.numbers(places):
                 sums.add(*self._done[micro_batch])
         return sums
 
-    def _present(self, places: Sequence[int]) -> list[int]:
+
+class Places:
+    """The micro-batches of a global batch by their places: their numbers in a full one.
+
+    The replicas share places, so that each reads the stream of its device, also where others have ended.
+
+    Args:
+        batch: the global batch.
+
+    Attributes:
+        all: the places up to the last micro-batch, missing ones included.
+    """
+
+    def __init__(self, batch: GlobalBatch) -> None:
+        self.all = range(batch.in_full_step[-1] + 1)
+        self._numbers = dict(zip(batch.in_full_step, batch.micro_batches, strict=True))
+
+    def numbers(self, places: Sequence[int]) -> list[int]:
+        """Return the numbers of the micro-batches that there are at some places."""
         return [self._numbers[place] for place in places if place in self._numbers]
 
 
@@ -129,6 +146,8 @@ def stage_batch(
     grid: MegatronParallel, batch: GlobalBatch, number: int, place: tuple[int, ...], loader: int = 0
 ) -> Any:
     """Return a micro-batch on this worker's device, and set the random state for computing it.
+
+    Hooks of the transfer have another random state, which is the same on all workers of the replica.
 
     Args:
         grid: provides device, seed and place.
@@ -138,6 +157,8 @@ def stage_batch(
         loader: Lightning's index of the data loader.
     """
     strategy = grid.strategy
-    data = strategy.to_device(batch.fetch(number), loader)
+    samples = batch.fetch(number)
+    seed_all(place_seed(strategy.seed, TRANSFER, *place))
+    data = strategy.to_device(samples, loader)
     seed_micro_batch(strategy.seed, place, *grid.coordinate, strategy.root_device)
     return data

@@ -147,11 +147,7 @@ def check_megatron_loader(loader: DataLoader[Any], size: int | None = None) -> i
             "micro_batch_size: give all of them the same batch_size"
         )
     if isinstance(loader.dataset, IterableDataset):
-        if not loader.drop_last:
-            raise ConfigError(
-                f"the training data, a {name_of(loader)}, is iterable, so that the last batch of {own} samples may be "
-                "smaller, which pipeline stages cannot exchange: use DataLoader(drop_last=True)"
-            )
+        _check_stream(loader, "training")
         return own
     samples = len(loader.sampler)  # type: ignore[arg-type]
     if not loader.drop_last and samples % own:
@@ -163,15 +159,25 @@ def check_megatron_loader(loader: DataLoader[Any], size: int | None = None) -> i
 
 
 def check_validation_loader(loader: DataLoader[Any]) -> None:
-    """Refuse batches of unknown size; the last one of a pass may be smaller.
+    """Refuse batches of unknown size; the last one of a pass may be smaller, but not that of a stream.
 
     Raises:
         ConfigError: naming the alternative.
     """
-    check_loader(loader)
+    check_loader(loader, streams=True)
     assert isinstance(loader, DataLoader)
     if loader.batch_sampler is None:
         raise ConfigError(
             "the validation DataLoader has no batch_size; pipeline stages have to know the size of what they exchange: "
             "use DataLoader(batch_size=...)"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        _check_stream(loader, "validation")
+
+
+def _check_stream(loader: DataLoader[Any], stage: str) -> None:
+    if not loader.drop_last:
+        raise ConfigError(
+            f"the {stage} data, a {name_of(loader)}, is iterable, so that the last batch of {loader.batch_size} "
+            "samples may be smaller, which pipeline stages cannot exchange: use DataLoader(drop_last=True)"
         )

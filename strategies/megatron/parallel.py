@@ -119,9 +119,6 @@ class MegatronParallel(Parallelism):
         fabric.begin(session.control, joins=session.is_joiner)
         return session, is_new
 
-    def streams(self, trainer: pl.Trainer) -> bool:
-        return trainer.training
-
     def begin(self, session: Session) -> None:
         strategy, fabric = self.strategy, self.member.fabric
         _keep_to_itself(strategy.module.trainer)

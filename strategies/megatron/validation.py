@@ -5,8 +5,7 @@ One worker of each replica contributes the values that its batches log.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
-from unicron_lightning.strategies.megatron.batches import stage_batch
+from unicron_lightning.strategies.megatron.batches import Places, stage_batch
 from unicron_lightning.strategies.megatron.checks import check_validation_loader
 from unicron_lightning.strategies.passes.global_passes import GlobalPasses, PassBatch
 
@@ -41,20 +40,51 @@ class StageEvaluation(GlobalPasses):
 
     @override
     def operation(self, batch: PassBatch) -> ReplicaEvaluation:
-        member = self._grid.member
+        member, part = self._grid.member, StagePass(self._grid, batch)
+        device = member.model.device
         return ReplicaEvaluation(
-            batch.batch.micro_batches,
-            batch.batch.count,
-            member.fabric,
-            member.model.device,
-            partial(member.model.evaluate, partial(self._forward, batch)),
-            batch.results,
-            tells=self._grid.tells,
+            part.places.all, part.size, member.fabric, device, part.call, part.results, tells=self._grid.tells
         )
 
-    def _forward(self, batch: PassBatch, number: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+
+class StagePass:
+    """Runs the batches of one global batch of a pass on this worker's stage.
+
+    Args:
+        grid: provides module and place.
+        batch: the global batch.
+
+    Attributes:
+        places: of its batches.
+    """
+
+    def __init__(self, grid: MegatronParallel, batch: PassBatch) -> None:
+        self._grid = grid
+        self._batch = batch
+        self.places = Places(batch.batch)
+
+    def size(self, place: int) -> int:
+        """Return the number of samples at a place; batches can be missing only among those of one size."""
+        batch = self._batch.batch
+        return batch.count(next(iter(self.places.numbers([place])), batch.micro_batches[0]))
+
+    def call(self, places: Sequence[int], size: int) -> None:
+        """Run the batches at some places forward, together with the partners."""
+        batch = self._batch.batch
+        numbers = self.places.numbers(places)
+        if numbers:
+            self._grid.member.model.evaluate(self._forward, numbers, size)
+        for number in numbers:
+            batch.finished(number)
+
+    def results(self, places: Collection[int]) -> bytes:
+        """Encode the values logged by the batches at some places."""
+        return self._batch.results(self.places.numbers(sorted(places)))
+
+    def _forward(self, number: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Run a forward step; see `megatron.model.ForwardStep`."""
-        module, engine = self._strategy.module, self._strategy.engine
+        batch, strategy = self._batch, self._grid.strategy
+        module, engine = strategy.module, strategy.engine
         engine.activity.enter("validation", number)
         engine.fault("validation", engine.step)
         data = stage_batch(self._grid, batch.batch, number, batch.place(number), batch.loader)

@@ -298,10 +298,11 @@ class Loaders:
         """
         strategy, ends = self._strategy, StreamEnds()
         opener = self._opener(loader, strategy.shape, strategy.seed)
+        one_size = strategy.parallelism.one_size
         return StreamPass(
             loader,
             strategy.shape,
-            Streams(opener, strategy.shape, ends, sets_epoch=False),
+            Streams(opener, strategy.shape, ends, one_size=one_size, sets_epoch=False),
             ends,
             most=lambda: min(most, trainer.num_sanity_val_steps if trainer.sanity_checking else most),
             epoch=lambda: trainer.current_epoch,

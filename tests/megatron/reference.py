@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import plain
@@ -29,6 +30,8 @@ STREAMED = 27
 """Number of samples of an iterable data set."""
 VALIDATED = 22
 """Number of validation samples."""
+DROPPED = 19
+"""The one that is in no batch of the validation's streams, as the second has 7 samples, and batches have 3."""
 
 
 def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps: list[int]) -> list[float]:
@@ -78,7 +81,11 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
         for group in optimizer.param_groups:
             group["lr"] *= 0.99
         if settings.get("validate") and (step + 1 in steps or (step + 1) % settings["validate"] == 0):
-            validation(ddp, module, options, folder / f"validation-{rank}-{step + 1}")
+            streamed = [number for number in range(VALIDATED) if number != DROPPED]
+            loaders = [*([streamed] if settings.get("stream") else []), list(range(VALIDATED))]
+            means = [validation(ddp, module, options, numbers) for numbers in loaders]
+            if parallel_state.is_pipeline_last_stage():
+                (folder / f"validation-{rank}-{step + 1}").write_text(json.dumps(means))
         if step + 1 in steps and parallel_state.get_data_parallel_rank() == 0:
             _keep(module, folder / f"plain-{step + 1}-{tensor + settings['tp'] * stage}.pt")
     dist.destroy_process_group()
@@ -89,8 +96,8 @@ def _keep(module: torch.nn.Module, path: Path) -> None:
     torch.save({name: value.detach().float() for name, value in module.named_parameters()}, path)
 
 
-def validation(ddp: Any, module: Any, options: toy.Toy, path: Path) -> None:
-    """Write the mean loss of train.py's validation samples, taken one by one; on the last stage."""
+def validation(ddp: Any, module: Any, options: toy.Toy, numbers: list[int]) -> float:
+    """Return the mean loss of some of train.py's validation samples, taken one by one; 0 on earlier stages."""
     data, losses = toy.Text(options.length, limit=VALIDATED), []
 
     def forward_step(batches: Any, model: Any) -> Any:
@@ -104,16 +111,15 @@ def validation(ddp: Any, module: Any, options: toy.Toy, path: Path) -> None:
     with torch.no_grad():
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=(default_collate([sample]) for sample in data),
+            data_iterator=(default_collate([data[number]]) for number in numbers),
             model=[ddp],
-            num_microbatches=len(data),
+            num_microbatches=len(numbers),
             seq_length=options.length,
             micro_batch_size=1,
             forward_only=True,
         )
     module.train()
-    if losses:
-        path.write_text(str(sum(losses) / len(data)))
+    return sum(losses) / len(numbers)
 
 
 def _samples(settings: dict[str, Any], length: int) -> Any:

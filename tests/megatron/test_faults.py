@@ -51,9 +51,11 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         ],
     ),
     "zero1": (
-        {"pp": 2, "stream": True, **ZERO1},
+        {"pp": 2, "stream": True, "validate": 4, **ZERO1},
         [
             die("reduce", 0, 1),
+            # in the second global batch of streams, all of it the first replica's: the other one opens the stream
+            die("validate", 0, 1, micro_batch=3),
             # Other workers have stepped their shards and must return to the previous version. From now on no replica's
             # workers are neighbours in the order of nodes.
             die("updated", 0, 1),
@@ -93,7 +95,7 @@ def test_kills_heal_bit_by_bit(name: str, tmp_path: Path, worlds: Any) -> None:
     ]
     check(tmp_path, model, worlds)
     if "validate" in model:
-        check_validation(tmp_path)
+        check_validation(tmp_path, model)
 
 
 def test_shards_without_copies_are_lost_with_their_owner(tmp_path: Path, worlds: Any) -> None:

@@ -62,13 +62,13 @@ SETTINGS: dict[str, Any] = {
     "beside": False,  # written while training continues
     "memory": None,  # every so many steps, with so many partners: a state in the agents' memory
     "resume": None,  # path of a checkpoint
-    "validate": 0,  # steps between validations, each with a checkpoint if it is the best one
+    "validate": 0,  # steps between validations, each with a checkpoint if it is the best one (of the first loader)
     "toy": {},
     "ddp": {},
     "optimizer": {},
     "redundancy": None,  # of the distributed optimizer's shards
     "several": False,  # whether half of each micro-batch is from a second, shorter loader
-    "stream": False,  # whether the first `STREAMED` samples are an iterable data set
+    "stream": False,  # whether the first `STREAMED` samples are an iterable data set, also before those of validations
     "chunks": None,  # path of the same samples as litData's chunks of `CHUNK`
     "unfit": None,  # [tp, pp] in which building the model fails
     "accelerator": "cpu",
@@ -148,7 +148,7 @@ class Model(pl.LightningModule):
     def on_validation_start(self) -> None:
         self.judged = 0
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         if not self.trainer.sanity_checking:
             self.faults.point("validate", self.trainer.global_step, micro_batch=self.judged)
         self.judged += 1
@@ -182,6 +182,15 @@ class Streamed(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         for number in range(dist.get_rank(), len(self._samples), dist.get_world_size()):
             yield self._samples[number]
+
+
+class Unequal(Streamed):
+    """Two thirds of the samples are the first of two replicas', which thus has global batches alone."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(len(self._samples)):
+            if number % 3 % dist.get_world_size() == dist.get_rank():
+                yield self._samples[number]
 
 
 def mixed(batch: Any) -> Any:
@@ -252,7 +261,8 @@ def savers(folder: Path, settings: dict[str, Any]) -> list[pl.Callback]:
     if every := settings["save_every"]:
         saves.append(saver(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1))
     if settings["validate"]:
-        saves.append(ModelCheckpoint(folder / "best", "{step}", monitor="val_loss", save_top_k=1))
+        monitor = "val_loss/dataloader_idx_0" if settings["stream"] else "val_loss"
+        saves.append(ModelCheckpoint(folder / "best", "{step}", monitor=monitor, save_top_k=1))
     if settings["memory"]:
         saves.append(MemoryCheckpoint(*settings["memory"]))
     return saves
@@ -270,6 +280,15 @@ def data_of(settings: dict[str, Any], length: int) -> Any:
     if settings["several"]:
         data = {"first": data, "second": DataLoader(toy.Text(length, limit=SECOND), batch_size=MICRO_BATCH)}
     return data
+
+
+def judged_of(settings: dict[str, Any], length: int) -> Any:
+    """The validation data: with streams two loaders, the first one iterable."""
+    if not settings["validate"]:
+        return None
+    samples, batch = toy.Text(length, limit=VALIDATION["samples"]), VALIDATION["batch"]
+    loaders = [DataLoader(Unequal(samples), batch_size=batch, drop_last=True)] if settings["stream"] else []
+    return [*loaders, DataLoader(samples, batch_size=batch)]
 
 
 def main() -> None:
@@ -312,9 +331,8 @@ def main() -> None:
         check_val_every_n_epoch=None if validate else 1,
         callbacks=[Watch(folder, settings, note), *saves],
     )
-    judged = toy.Text(options.length, limit=VALIDATION["samples"])
-    loader = DataLoader(judged, batch_size=VALIDATION["batch"]) if settings["validate"] else None
-    trainer.fit(Model(settings, faults), data_of(settings, options.length), loader, ckpt_path=settings["resume"])
+    data, judged = data_of(settings, options.length), judged_of(settings, options.length)
+    trainer.fit(Model(settings, faults), data, judged, ckpt_path=settings["resume"])
 
 
 if __name__ == "__main__":

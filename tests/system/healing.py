@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from system.cluster import Cluster
-from system.megatron import VALIDATED, differences, finals, notes
+from system.megatron import STREAMED, VALIDATED, differences, finals, notes
 
 
 def healed(cluster: Cluster, folder: Path, number: int) -> bool:
@@ -30,19 +31,25 @@ def check(folder: Path, model: dict[str, Any], worlds: Any) -> None:
     assert set(differences(paths, folder / "plain").values()) == {0.0}
 
 
-def check_validation(folder: Path) -> None:
-    """After `check`: each validation gave the plain loop's value everywhere, with each sample once; the best
+def check_validation(folder: Path, model: dict[str, Any]) -> None:
+    """After `check`: each validation gave the plain loop's values everywhere, with each sample once; the best
     was kept.
     """
     told = notes(folder, "validated")
-    assert sum(note["ran"] for note in told if note["sanity"] and note["shard"] == 1) == 2  # one for each replica
-    expected = {path.name.split("-")[2]: float(path.read_text()) for path in (folder / "plain").glob("validation-*")}
-    values: dict[str, set[float]] = {step: set() for step in expected}
+    loaders = (
+        {"/dataloader_idx_0": STREAMED, "/dataloader_idx_1": VALIDATED} if model.get("stream") else {"": VALIDATED}
+    )
+    ran = sum(note["ran"] for note in told if note["sanity"] and note["shard"] == 1)
+    assert ran == 2 * len(loaders)  # one for each replica
+    paths = (folder / "plain").glob("validation-*")
+    expected: dict[str, list[float]] = {path.name.split("-")[2]: json.loads(path.read_text()) for path in paths}
+    values: dict[str, set[tuple[float, ...]]] = {step: set() for step in expected}
     for note in told:
         if not note["sanity"]:
-            assert note["samples"] == VALIDATED
-            values[str(note["step"])].add(note["val_loss"])
+            assert {name: note[f"samples{name}"] for name in loaders} == loaders
+            values[str(note["step"])].add(tuple(note[f"val_loss{name}"] for name in loaders))
     assert all(len(found) == 1 for found in values.values())
-    assert {step: next(iter(found)) for step, found in values.items()} == pytest.approx(expected, rel=1e-6)
-    best = min(expected, key=lambda step: expected[step])
+    for step, found in values.items():
+        assert next(iter(found)) == pytest.approx(expected[step], rel=1e-6)
+    best = min(expected, key=lambda step: expected[step][0])
     assert [path.name for path in (folder / "best").iterdir()] == [f"step={best}.ckpt"]

@@ -17,6 +17,8 @@ MODEL: dict[str, Any] = {"tp": 1, "pp": 1, "dp": 2, "accumulation": 2, "toy": {}
 
 VALIDATED = 22
 """Number of validation samples."""
+STREAMED = 21
+"""Number of those in whole batches of streams."""
 
 ZERO1: dict[str, Any] = {
     "ddp": {"use_distributed_optimizer": True},

@@ -113,6 +113,11 @@ def test_loaders() -> None:
     with pytest.raises(ConfigError, match="validation DataLoader has no batch_size"):
         check_validation_loader(DataLoader(data, batch_size=None))
     check_validation_loader(DataLoader(data, batch_size=2))
+    with pytest.raises(ConfigError, match=r"the validation data, a Numbers, is iterable, .* use DataLoader\(drop_last"):
+        check_validation_loader(DataLoader(stream, batch_size=2))
+    with pytest.raises(ConfigError, match="validation DataLoader has no batch_size"):
+        check_validation_loader(as_loader(Reopenable(), 1))
+    check_validation_loader(DataLoader(stream, batch_size=2, drop_last=True))
 
 
 def test_optimizers() -> None:
