@@ -81,11 +81,7 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
         for group in optimizer.param_groups:
             group["lr"] *= 0.99
         if settings.get("validate") and (step + 1 in steps or (step + 1) % settings["validate"] == 0):
-            streamed = [number for number in range(VALIDATED) if number != DROPPED]
-            loaders = [*([streamed] if settings.get("stream") else []), list(range(VALIDATED))]
-            means = [validation(ddp, module, options, numbers) for numbers in loaders]
-            if parallel_state.is_pipeline_last_stage():
-                (folder / f"validation-{rank}-{step + 1}").write_text(json.dumps(means))
+            _judge(ddp, module, options, settings, folder / f"validation-{rank}-{step + 1}")
         if step + 1 in steps and parallel_state.get_data_parallel_rank() == 0:
             _keep(module, folder / f"plain-{step + 1}-{tensor + settings['tp'] * stage}.pt")
     dist.destroy_process_group()
@@ -96,8 +92,17 @@ def _keep(module: torch.nn.Module, path: Path) -> None:
     torch.save({name: value.detach().float() for name, value in module.named_parameters()}, path)
 
 
-def validation(ddp: Any, module: Any, options: toy.Toy, numbers: list[int]) -> float:
-    """Return the mean loss of some of train.py's validation samples, taken one by one; 0 on earlier stages."""
+def _judge(ddp: Any, module: Any, options: toy.Toy, settings: dict[str, Any], path: Path) -> None:
+    """Write the mean losses of train.py's validation samples by loader; on the last stage."""
+    streamed = [number for number in range(VALIDATED) if number != DROPPED]
+    loaders = [*([streamed] if settings.get("stream") else []), list(range(VALIDATED))]
+    means = [_validation(ddp, module, options, numbers) for numbers in loaders]
+    if parallel_state.is_pipeline_last_stage():
+        path.write_text(json.dumps(means))
+
+
+def _validation(ddp: Any, module: Any, options: toy.Toy, numbers: list[int]) -> float:
+    """Return the mean loss of some samples, taken one by one; 0 on earlier stages."""
     data, losses = toy.Text(options.length, limit=VALIDATED), []
 
     def forward_step(batches: Any, model: Any) -> Any:
