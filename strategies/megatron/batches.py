@@ -78,7 +78,7 @@ class StageBatches:
         self._batch = batch
         self._index = step_in_epoch
         self._done: dict[int, tuple[Tensor, list[LogCall]]] = {}
-        self.places = Places(batch)
+        self.places = StagePlaces(batch)
 
     def call(self, micro_batches: Sequence[int], *, last: bool) -> None:
         """Run those at some places together with the partners; see `replica.step.Call`."""
@@ -121,7 +121,7 @@ class StageBatches:
         return sums
 
 
-class Places:
+class StagePlaces:
     """The micro-batches of a global batch by their places: their numbers in a full one.
 
     The replicas share places, so that each reads the stream of its device, also where others have ended.

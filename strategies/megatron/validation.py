@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
-from unicron_lightning.strategies.megatron.batches import Places, stage_batch
+from unicron_lightning.strategies.megatron.batches import StagePlaces, stage_batch
 from unicron_lightning.strategies.megatron.checks import check_validation_loader
 from unicron_lightning.strategies.passes.global_passes import GlobalPasses, PassBatch
 
@@ -61,7 +61,7 @@ class StagePass:
     def __init__(self, grid: MegatronParallel, batch: PassBatch) -> None:
         self._grid = grid
         self._batch = batch
-        self.places = Places(batch.batch)
+        self.places = StagePlaces(batch.batch)
 
     def size(self, place: int) -> int:
         """Return the number of samples at a place; batches can be missing only among those of one size."""

@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core.package_info")
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
-from unicron_lightning.strategies.megatron.batches import Places, stage_batch
+from unicron_lightning.strategies.megatron.batches import StagePlaces, stage_batch
 from unicron_lightning.strategies.megatron.validation import StageEvaluation
 from unicron_lightning.worker.report_sum import ReportSum
 
@@ -44,7 +44,7 @@ def test_all_workers_of_a_replica_augment_a_batch_alike_whatever_they_ran_before
 
 def test_places_of_a_global_batch_that_begins_later() -> None:
     """Map-style data: the second global batch of a pass, which is smaller."""
-    places = Places(GlobalBatch(0, 1, range(4, 7), lambda number: None, lambda number: 2, in_full_step=range(3)))
+    places = StagePlaces(GlobalBatch(0, 1, range(4, 7), lambda number: None, lambda number: 2, in_full_step=range(3)))
     assert list(places.all) == [0, 1, 2] and places.numbers(places.all) == [4, 5, 6]
 
 
