@@ -123,9 +123,6 @@ class FsdpParallel(Parallelism):
         self.size = fabric.shape.shards  # an operator's order replaces the script's
         return session, is_new
 
-    def streams(self, trainer: pl.Trainer) -> bool:
-        return not trainer.predicting
-
     def begin(self, session: Session) -> None:
         strategy, fabric = self.strategy, self.member.fabric
         if self._mesh is not None:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from typing_extensions import override
 
 from unicron_lightning.data.pass_loaders import IndexedBatches
+from unicron_lightning.data.stream_batches import StreamBatches
+from unicron_lightning.data.stream_rows import StreamRows
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
-from unicron_lightning.strategies.passes.prediction import PART, PredictionLoader, Predictions
-from unicron_lightning.worker.evaluation import unfinished
+from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, part, reported
 from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.report_sum import Report, ReportSum
 
@@ -29,19 +28,58 @@ if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowBatch:
-    """One worker's batch of a row.
+class RowSource(Protocol):
+    """This worker's batches of the rows of one loader."""
 
-    Attributes:
-        loader: index of its loader.
-        number: of the batch, in the common numbering of all loaders.
-        counts: whether its prediction is kept; other batches only let the partners compute theirs.
+    def plan(self, known: frozenset[int], replica: int | None, replicas: int) -> bool:
+        """Divide the rows with batches that no present worker has predicted.
+
+        Args:
+            known: numbers in the members' reports.
+            replica: place of this worker's replica; None for a spare.
+            replicas: number of replicas.
+
+        Returns:
+            Whether this worker may have rows.
+        """
+
+    def rows(self) -> Iterator[tuple[int, bool]]:
+        """Yield the number of this worker's batch in each of its rows, and whether its prediction is kept; otherwise
+        the batch only lets the partners compute theirs.
+        """
+
+    def stand_in(self, number: int) -> Any:
+        """Return the samples for a batch whose prediction is not kept."""
+
+
+class IndexedRows:
+    """Rows of data with an index; implements `RowSource`.
+
+    Args:
+        batches: of the loader.
+        size: batches of a row, fewer in the last one.
+        shard: place of this worker's batch in a row.
     """
 
-    loader: int
-    number: int
-    counts: bool
+    def __init__(self, batches: IndexedBatches, size: int, shard: int) -> None:
+        self._batches = batches
+        self._size = size
+        self._shard = shard
+        self._planned: list[tuple[int, bool]] = []
+
+    def plan(self, known: frozenset[int], replica: int | None, replicas: int) -> bool:
+        """See `RowSource.plan`; request the samples ahead."""
+        left = {number for number in range(self._batches.number) if number not in known}
+        rows = [] if replica is None else plan_rows(self._batches.number, left, self._size, replica, replicas)
+        self._planned = [own_batch(row, left, self._shard) for row in rows]
+        self._batches.expect([number for number, _ in self._planned])
+        return bool(rows)
+
+    def rows(self) -> Iterator[tuple[int, bool]]:
+        yield from self._planned
+
+    def stand_in(self, number: int) -> Any:
+        return self._batches.get(number)
 
 
 class ShardedPredictions(Predictions):
@@ -66,8 +104,9 @@ class ShardedPredictions(Predictions):
         begun, self._begun = self._begun, False
         if not begun or not self._engine.has_state:
             return
-        parts = [range(PART * place, PART * place + each.number) for place, each in enumerate(self._batches)]
-        operation = RowPrediction(self._parallel, parts, partial(self._expect, parts), partial(self._run, parts))
+        operation = RowPrediction(
+            self._parallel, self._loaders, [self._source(each) for each in self._loaders], self._run
+        )
         # Parameters are gathered into normal tensors, as in training, and a failure may change them.
         refused = self._parallel.strategy.collectives.refused("predict_step")
         with refused, torch.inference_mode(False), torch.no_grad():
@@ -75,28 +114,37 @@ class ShardedPredictions(Predictions):
         for loader in self._loaders:
             loader.end()
 
-    @property
-    def _batches(self) -> list[IndexedBatches]:
-        return [loader.batches for loader in self._loaders if isinstance(loader.batches, IndexedBatches)]
+    def _source(self, loader: PredictionLoader) -> RowSource:
+        size, shard, batches = self._parallel.size, self._parallel.shard, loader.batches
+        if isinstance(batches, StreamBatches):
+            return StreamRows(batches, size, shard, self._exchange, loader.finished)
+        assert isinstance(batches, IndexedBatches)
+        return IndexedRows(batches, size, shard)
 
-    def _expect(self, parts: Sequence[range], batches: Sequence[RowBatch]) -> None:
-        """Request the samples of a plan's batches ahead."""
-        for place, (own, part) in enumerate(zip(self._batches, parts, strict=True)):
-            own.expect([batch.number - part.start for batch in batches if batch.loader == place])
+    def _exchange(self, word: int) -> list[int]:
+        """Return the words of the workers of this replica, by shard.
 
-    def _run(self, parts: Sequence[range], batch: RowBatch) -> None:
-        """Run a batch together with the partners."""
-        loader, number = self._loaders[batch.loader], batch.number - parts[batch.loader].start
+        Raises:
+            RuntimeError: the connections are closed.
+        """
+        group = self._parallel.member.model.group
+        words = torch.zeros(group.size(), dtype=torch.int64)
+        words[group.rank()] = word
+        group.sum(words)
+        return words.tolist()
+
+    def _run(self, place: int, source: RowSource, number: int, counts: bool) -> None:
+        """Run a batch of a loader together with the partners."""
+        loader, loop = self._loaders[place], self._trainer.predict_loop
         self._prepare(number)
-        if batch.counts:
-            with self._interruptible(batch.loader):
-                self._trainer.predict_loop._predict_step(
-                    loader.fetch(number), loader.record(number), batch.loader, None
-                )
+        if counts:
+            with self._interruptible(place):
+                loop._predict_step(loader.fetch(number), loader.record(number), place, None)
+            loader.finished.add(number)
             return
-        strategy, loop = self._parallel.strategy, self._trainer.predict_loop
-        samples = strategy.to_device(loader.fetch(number), batch.loader)
-        arguments = loop._build_kwargs(samples, loader.started, batch.loader if len(parts) > 1 else None)
+        strategy = self._parallel.strategy
+        samples = strategy.to_device(source.stand_in(number), place)
+        arguments = loop._build_kwargs(samples, loader.started, place if len(self._loaders) > 1 else None)
         strategy.predict_step(*loop._build_step_args_from_hook_kwargs(arguments, "predict_step"))
 
     @contextmanager
@@ -119,9 +167,10 @@ class RowPrediction(ReplicaEvaluation):
 
     Args:
         parallel: provides place and model.
-        parts: the batches of each loader, in the common numbering.
-        expect: receives this worker's batches of a plan.
-        run: runs one of them, together with the partners.
+        loaders: of the run, which keep what this worker reports.
+        sources: this worker's batches, by loader.
+        run: runs a batch together with the partners; arguments: place of its loader, its source, its number, and
+            whether its prediction is kept.
     """
 
     name = "prediction"
@@ -129,66 +178,56 @@ class RowPrediction(ReplicaEvaluation):
     def __init__(
         self,
         parallel: FsdpParallel,
-        parts: Sequence[range],
-        expect: Callable[[Sequence[RowBatch]], None],
-        run: Callable[[RowBatch], None],
+        loaders: Sequence[PredictionLoader],
+        sources: Sequence[RowSource],
+        run: Callable[[int, RowSource, int, bool], None],
     ) -> None:
         fabric, device = parallel.member.fabric, parallel.member.model.device
         super().__init__([], lambda _: 0, fabric, device, self._run_all, lambda _: b"", tells=False)
-        self._parts = parts
-        self._shard = parallel.shard
-        self._expect = expect
+        self._loaders = loaders
+        self._sources = sources
         self._run = run
-        self._predicted: set[int] = set()
-        self._planned: list[RowBatch] = []
 
     @override
     def plan(self, reports: ReportSum, rank: int) -> None:
         place = self._fabric.place
         assert place is not None
-        self._planned = []
-        if place.replica is not None:
-            left = {number for part in self._parts for number in unfinished(part, reports)}
-            rows = plan_rows(self._parts, left, self._fabric.shape.shards, place.replica, len(place.layout.replicas))
-            self._planned = [own_batch(loader, row, left, self._shard) for loader, row in rows]
-        self._calls = [list(range(len(self._planned)))] if self._planned else []
-        self._expect(self._planned)
+        replicas = len(place.layout.replicas)
+        planned = [
+            source.plan(part(reports, number).finished, place.replica, replicas)
+            for number, source in enumerate(self._sources)
+        ]
+        self._calls = [[0]] if any(planned) else []  # one call has all rows, of which some end unexpectedly
 
     @override
     def report(self) -> Report:
-        return {"finished": sorted(self._predicted)}
+        return reported(self._loaders)
 
-    def _run_all(self, places: Sequence[int], _: int) -> None:
-        for batch in (self._planned[place] for place in places):
-            self._run(batch)
-            if batch.counts:
-                self._predicted.add(batch.number)
+    def _run_all(self, *_: Any) -> None:
+        for place, source in enumerate(self._sources):
+            for number, counts in source.rows():
+                self._run(place, source, number, counts)
 
 
-def plan_rows(
-    parts: Sequence[range], left: Collection[int], size: int, replica: int, replicas: int
-) -> list[tuple[int, range]]:
-    """A replica's rows: of each loader, its share of those with batches that no worker has predicted.
+def plan_rows(number: int, left: Collection[int], size: int, replica: int, replicas: int) -> list[range]:
+    """A replica's rows: its share of those with batches that no worker has predicted.
 
     Args:
-        parts: the batches of each loader, in the common numbering.
+        number: of the loader's batches.
         left: batches that no present worker has predicted.
-        size: batches of a row, fewer in a loader's last one.
+        size: batches of a row, fewer in the last one.
         replica: place of the replica.
         replicas: number of replicas.
 
     Returns:
-        For each row its loader and its batches.
+        The batches of each row.
     """
-    planned: list[tuple[int, range]] = []
-    for loader, part in enumerate(parts):
-        rows = [part[first : first + size] for first in range(0, len(part), size)]
-        needed = [place for place, row in enumerate(rows) if any(number in left for number in row)]
-        planned += [(loader, rows[place]) for place in share(needed, replica, replicas)]
-    return planned
+    rows = [range(number)[first : first + size] for first in range(0, number, size)]
+    needed = [place for place, row in enumerate(rows) if any(batch in left for batch in row)]
+    return [rows[place] for place in share(needed, replica, replicas)]
 
 
-def own_batch(loader: int, row: range, left: Collection[int], shard: int) -> RowBatch:
-    """A shard's batch of a row; the last batch, which does not count, if the row has fewer."""
+def own_batch(row: range, left: Collection[int], shard: int) -> tuple[int, bool]:
+    """A shard's batch of a row, and whether it counts; the last batch, which does not, if the row has fewer."""
     number = row[min(shard, len(row) - 1)]
-    return RowBatch(loader=loader, number=number, counts=shard < len(row) and number in left)
+    return number, shard < len(row) and number in left

@@ -61,11 +61,14 @@ class PredictionLoader(EvaluationLoader):
         self.started = 0
         numbered: Any = loader.batch_sampler if batches.rounds() is not None else None
         self._recorded: Any = None if numbered is None else _IndexBatchSamplerWrapper(numbered)
+        self._predictions = predictions
 
     def record(self, number: int) -> int:
         """Record the indices of a batch for prediction writers; return the batch's place on this rank."""
         place, self.started = self.started, self.started + 1
-        if self._recorded is not None:
+        if self._recorded is None:
+            self._predictions.forget_indices()
+        else:
             self.batch_sampler = self._recorded  # Lightning's loop reads the indices there
             self._recorded.seen_batch_indices.append(self.batches.indices(number))
         return place
@@ -110,6 +113,10 @@ class Predictions(OfProcess):
         self._current = loader, number
         loader.record(number)
         self._prepare(number)
+
+    def forget_indices(self) -> None:
+        """Give writers no indices of a stream's batch; Lightning would give them those of the loader before."""
+        self._trainer.predict_loop.current_batch_indices = []
 
     def finish(self) -> None:
         """Complete the run: return when each batch has been predicted by a living worker."""
@@ -177,8 +184,12 @@ class Prediction(Evaluation):
             yield from (place * PART + number for number in loader.todo(part(reports, place), rank))
 
     def report(self) -> Report:
-        numbers = (place * PART + n for place, loader in enumerate(self._loaders) for n in loader.finished)
-        return {"finished": sorted(numbers)}
+        return reported(self._loaders)
+
+
+def reported(loaders: Sequence[EvaluationLoader]) -> Report:
+    """Return a worker's report of a run: the numbers of all loaders."""
+    return {"finished": sorted(place * PART + n for place, loader in enumerate(loaders) for n in loader.finished)}
 
 
 def part(reports: ReportSum, place: int) -> ReportSum:

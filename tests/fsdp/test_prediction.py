@@ -15,9 +15,19 @@ SCRIPT = Path(__file__).with_name("predicting.py")
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("loader", "after"), [pytest.param(0, False, marks=pytest.mark.chaos), (1, True)])
-def test_a_death_while_predicting(loader: int, after: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loader", "after", "streams"),
+    [
+        pytest.param(0, False, [], marks=pytest.mark.chaos),
+        pytest.param(1, True, [], marks=pytest.mark.chaos),
+        pytest.param(0, True, [0, 1], marks=pytest.mark.chaos),
+        (1, True, [1]),
+        pytest.param(1, False, [0, 1], marks=pytest.mark.chaos),
+    ],
+)
+def test_a_death_while_predicting(loader: int, after: bool, streams: list[int], tmp_path: Path) -> None:
     (tmp_path / "loader").write_text(str(loader))
+    (tmp_path / "streams").write_text(" ".join(map(str, streams)))
     for mark in ("fits", "after") if after else ("fits",):
         (tmp_path / mark).touch()
     with Cluster(tmp_path, agents=4, nodes="2:4", script=SCRIPT) as cluster:
@@ -26,29 +36,25 @@ def test_a_death_while_predicting(loader: int, after: bool, tmp_path: Path) -> N
         assert not cluster.events("task_restarts")
     survivors = [result for result in read(tmp_path) if any(result["returned"])]
     assert len(survivors) == 3, "the partner of the dead worker keeps what it has predicted"
-    check_samples(survivors)
+    check_samples(survivors, streams)
 
 
-def batches(parts: list[range], left: set[int], replica: int, replicas: int, shard: int) -> list[tuple[int, bool]]:
-    rows = plan_rows(parts, left, 2, replica, replicas)
-    return [(batch.number, batch.counts) for batch in (own_batch(loader, row, left, shard) for loader, row in rows)]
+def batches(number: int, left: set[int], replica: int, replicas: int, shard: int) -> list[tuple[int, bool]]:
+    return [own_batch(row, left, shard) for row in plan_rows(number, left, 2, replica, replicas)]
 
 
 def test_the_batches_of_a_complete_world_are_those_of_ddp() -> None:
-    parts = [range(7), range(7, 11)]
-    left = set(range(11))
-    assert [
-        [number for number, counts in batches(parts, left, rank // 2, 2, rank % 2) if counts] for rank in range(4)
-    ] == [
-        [0, 4, 7],
-        [1, 5, 8],
-        [2, 6, 9],
-        [3, 10],
+    left = set(range(7))
+    assert [[number for number, counts in batches(7, left, rank // 2, 2, rank % 2) if counts] for rank in range(4)] == [
+        [0, 4],
+        [1, 5],
+        [2, 6],
+        [3],
     ]
-    assert batches(parts, left, 1, 2, 1) == [(3, True), (6, False), (10, True)], "a row needs all shards"
+    assert batches(7, left, 1, 2, 1) == [(3, True), (6, False)], "a row needs all shards"
 
 
 def test_a_row_is_repeated_for_the_batch_that_is_missing() -> None:
     left = {1, 6}
-    assert batches([range(7)], left, 0, 1, 0) == [(0, False), (6, True)]
-    assert batches([range(7)], left, 0, 1, 1) == [(1, True), (6, False)]
+    assert batches(7, left, 0, 1, 0) == [(0, False), (6, True)]
+    assert batches(7, left, 0, 1, 1) == [(1, True), (6, False)]

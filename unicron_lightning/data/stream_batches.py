@@ -29,16 +29,21 @@ class StreamBatches:
         opener: opens the streams.
         devices: number of streams.
         reading: context in which streams are read, for the detection of hangs.
+
+    Attributes:
+        devices: as above.
+        most: largest number of batches of each stream in the present pass.
     """
 
     def __init__(self, opener: StreamOpener, devices: int, reading: Callable[[], AbstractContextManager[None]]) -> None:
+        self.devices = devices
+        self.most = math.inf
         self._opener = opener
-        self._devices = devices
         self._reading = reading
         self._epoch = 0
-        self._most = math.inf
         self._checked = False
         self._reader: StreamReader | None = None
+        self._stream = -1
         self._batch: tuple[int, Any] = -1, None
 
     def rounds(self) -> None:
@@ -50,7 +55,8 @@ class StreamBatches:
         Raises:
             ConfigError: in the first pass, for a data set that does not repeat itself.
         """
-        self._epoch, self._most = epoch, most
+        self.end()
+        self._epoch, self.most = epoch, most
         if not self._checked:
             self._checked = True
             with self._reading():
@@ -63,13 +69,48 @@ class StreamBatches:
             StreamChanged: a stream ends before a batch that a member has run.
         """
         known = reports.finished
-        ends = ends_of(known, self._devices) | ends_of(finished, self._devices)
-        for stream, first, step in deal(missing(known, self._devices, self._most), rank, reports.world):
-            most = min(self._most, ends.get(stream, math.inf))
-            left = (number for number in count() if number * self._devices + stream not in known)
+        ends = ends_of(known, self.devices) | ends_of(finished, self.devices)
+        for stream, first, step in deal(missing(known, self.devices, self.most), rank, reports.world):
+            most = min(self.most, ends.get(stream, math.inf))
+            left = (number for number in count() if number * self.devices + stream not in known)
             own = islice(takewhile(most.__gt__, left), first, None, step)
-            yield from self._read(stream, own, known, finished)
+            yield from self._rest(stream, own, known, finished)
         self.end()
+
+    def read(self, number: int, known: Collection[int], finished: set[int]) -> bool:
+        """Read a batch for `get`, unless its stream ends before it.
+
+        Args:
+            number: of the batch.
+            known: numbers in the members' reports.
+            finished: as of `todo`; the end is added.
+
+        Returns:
+            Whether there is such a batch.
+
+        Raises:
+            StreamChanged: the stream ends before a batch that a member has run.
+        """
+        wanted, stream = divmod(number, self.devices)
+        with self._reading():
+            if self._reader is None or self._stream != stream or self._reader.next > wanted:
+                self.end()
+                self._reader, self._stream = self._opener.open(self._epoch, stream), stream
+            try:
+                while self._reader.next <= wanted:
+                    self._batch = number, self._reader.read()
+            except StopIteration:
+                finished.add(self._end(stream, self._reader.next, known))
+                return False
+        return True
+
+    def first(self, stream: int) -> Any:
+        """Return the first batch of a stream that has one."""
+        with self._reading():
+            reader = self._opener.open(self._epoch, stream, workers=0)
+            batch = reader.read()
+            reader.close()
+        return batch
 
     def get(self, number: int) -> Any:
         assert self._batch[0] == number, "a batch is read when `todo` yields its number"
@@ -86,22 +127,14 @@ class StreamBatches:
 
     close = end
 
-    def _read(self, stream: int, own: Iterator[int], known: Collection[int], finished: set[int]) -> Iterator[int]:
+    def _rest(self, stream: int, own: Iterator[int], known: Collection[int], finished: set[int]) -> Iterator[int]:
         """Yield the unfinished ones of a stream's batches, up to its end, which is added to ``finished``."""
-        self.end()
         for wanted in own:
-            number = wanted * self._devices + stream
+            number = wanted * self.devices + stream
             if number in finished:
                 continue
-            with self._reading():
-                if self._reader is None:
-                    self._reader = self._opener.open(self._epoch, stream)
-                try:
-                    while self._reader.next <= wanted:
-                        self._batch = number, self._reader.read()
-                except StopIteration:
-                    finished.add(self._end(stream, self._reader.next, known))
-                    return
+            if not self.read(number, known, finished):
+                return
             yield number
 
     def _end(self, stream: int, end: int, known: Collection[int]) -> int:
@@ -110,13 +143,13 @@ class StreamBatches:
         Raises:
             StreamChanged: a member has run a batch that is not before it.
         """
-        run = [number // self._devices for number in known if number < ENDS and number % self._devices == stream]
+        run = [number // self.devices for number in known if number < ENDS and number % self.devices == stream]
         if max(run, default=-1) >= end:
             raise StreamChanged(
-                f"{self._opener.name}: stream {stream} of {self._devices} ends after {end} batches, but batch "
+                f"{self._opener.name}: stream {stream} of {self.devices} ends after {end} batches, but batch "
                 f"{max(run)} existed when it was read before: expected a data set that yields the same samples again"
             )
-        return ENDS + end * self._devices + stream
+        return ENDS + end * self.devices + stream
 
 
 def ends_of(finished: Collection[int], devices: int) -> dict[int, int]:

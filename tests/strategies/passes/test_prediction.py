@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,14 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("two")
+    return launched("unicron", predicting.CASES, tmp_path_factory.mktemp("two"))
+
+
+def launched(strategy: str, cases: Iterable[str], folder: Path) -> Path:
+    """Run cases under a strategy, each in the same two processes."""
     agent = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "unicron", "--rdzv-id", "predictions"]
     endpoint = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    script = [str(PROGRAMS / "predicting.py"), "unicron", str(folder), *predicting.CASES]
+    script = [str(PROGRAMS / "predicting.py"), strategy, str(folder), *cases]
     launch([*agent, *endpoint, *script], folder, UNICRON_STATE_DIR=str(folder / "state"))
     return folder
 
@@ -41,6 +46,21 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_world_of_two_is_like_ddp(name: str, ddp: Path, two: Path) -> None:
     for rank in range(2):
         assert load(two, name, rank) == load(ddp, name, rank)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", ["limited_stream", "epoch_of_streams"])
+def test_a_sharded_model_is_like_ddp(name: str, ddp: Path, tmp_path: Path) -> None:
+    """One case for each launch, as a script has one trainer. A worker whose stream has ended computes for its
+    partner: it calls the step, but no hook.
+    """
+    launched("unicron_fsdp", [name], tmp_path)
+    for rank in range(2):
+        found = [load(folder, name, rank) for folder in (tmp_path, ddp)]
+        hooks = [result.pop("hooks") for result in found]
+        mine, theirs = ([hook for hook in each if hook[0] != "step"] for each in hooks)
+        assert mine == theirs and found[0] == found[1]
+        assert len(hooks[0]) - len(hooks[1]) == int(name == "limited_stream" and rank == 1)
 
 
 def batches(result: dict[str, Any], loaders: int) -> list[Any]:
