@@ -197,10 +197,6 @@ class Parallelism(ABC):
     def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
         """Return this process's session, and whether it is new."""
 
-    def streams(self, trainer: pl.Trainer) -> bool:
-        """Return whether the data of a trainer's present stage may be iterable."""
-        return True
-
     def begin(self, session: Session) -> None:  # noqa: B027
         """Prepare for the model's construction; the seed is known."""
 

@@ -116,7 +116,7 @@ class Loaders:
         combined = self._combined if trainer.training else None if trainer.predicting else self._together
         parallelism = self._strategy.parallelism
         several = parallelism.whole or (trainer.training and not parallelism.one_size)
-        check_loader(loader, streams=parallelism.streams(trainer) and (several or combined is None))
+        check_loader(loader, streams=several or combined is None)
         made: Made
         if combined is not None:
             if trainer.training:
