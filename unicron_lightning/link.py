@@ -168,7 +168,7 @@ async def _addresses(host: str, port: int) -> list[str]:
     return [host]
 
 
-async def end_tasks(tasks: Collection[asyncio.Task[None]]) -> None:
+async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel tasks of a connection and wait for their ends; errors of a connection that has ended are no errors.
 
     The caller's own cancellation is raised as usual. ``await task`` in ``suppress(CancelledError)`` would take it for

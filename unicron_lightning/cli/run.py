@@ -73,7 +73,8 @@ def _run(options: argparse.Namespace) -> int:
     except ConfigError:
         cluster.close()
         raise
-    print(f"unicron: {options.workers} workers of task {cluster.task}, endpoint {cluster.endpoint}", file=sys.stderr)
+    workers = "1 worker" if options.workers == 1 else f"{options.workers} workers"
+    print(f"unicron: {workers} of task {cluster.task}, endpoint {cluster.endpoint}", file=sys.stderr)
     succeeded = False
     try:
         cluster.start()
@@ -83,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
         return _INTERRUPTED
     finally:
         cluster.close(keep=not succeeded)
-        if not succeeded:
+        if not succeeded and options.logs:  # the cluster logs a folder of its own
             print(f"unicron: the nodes' outputs are in {visible(str(cluster.folder))}", file=sys.stderr)
 
 

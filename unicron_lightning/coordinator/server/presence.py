@@ -9,12 +9,12 @@ where an earlier connection succeeded.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from unicron_lightning import wire
+from unicron_lightning.link import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +88,7 @@ class Presence:
 
     async def close(self) -> None:
         """Stop all checks."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end_tasks(list(self._tasks))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import struct
 from typing import Final
 
 from aiohttp import WSCloseCode, web
+
+from unicron_lightning.link import end_tasks
 
 _MOST_WAITING_BYTES: Final = 64 << 20
 _TEXT: Final = 0x81
@@ -80,6 +81,4 @@ class PeerConnection:
     async def stop(self) -> None:
         """Stop waiting for the closing handshake; the reading side closes the socket."""
         if self._closing is not None:
-            self._closing.cancel()
-            with contextlib.suppress(asyncio.CancelledError, ConnectionError):
-                await self._closing
+            await end_tasks([self._closing])
