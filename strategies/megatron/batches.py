@@ -92,7 +92,11 @@ class StageBatches:
         """Run a forward step; see `megatron.model.ForwardStep`."""
         module, results = self._strategy.module, self._strategy.results
         place = (FORWARD, self._batch.epoch, self._batch.step, micro_batch)
-        data = stage_batch(self._grid, self._batch, micro_batch, place)
+        activity = self._strategy.engine.activity
+        activity.enter("data", micro_batch)
+        samples = self._batch.fetch(micro_batch)
+        activity.enter("compute", micro_batch)  # up to the next micro-batch's, with the schedule's backwards and waits
+        data = stage_batch(self._grid, samples, place)
         with results.recording(data) as calls:
             output = module.training_step(data, self._index)
         if not isinstance(output, Tensor):
@@ -142,22 +146,18 @@ class StagePlaces:
         return [self._numbers[place] for place in places if place in self._numbers]
 
 
-def stage_batch(
-    grid: MegatronParallel, batch: GlobalBatch, number: int, place: tuple[int, ...], loader: int = 0
-) -> Any:
+def stage_batch(grid: MegatronParallel, samples: Any, place: tuple[int, ...], loader: int = 0) -> Any:
     """Return a micro-batch on this worker's device, and set the random state for computing it.
 
     Hooks of the transfer have another random state, which is the same on all workers of the replica.
 
     Args:
         grid: provides device, seed and place.
-        batch: locates the samples.
-        number: number of the micro-batch.
+        samples: of the micro-batch.
         place: inputs of the random state.
         loader: Lightning's index of the data loader.
     """
     strategy = grid.strategy
-    samples = batch.fetch(number)
     seed_all(place_seed(strategy.seed, TRANSFER, *place))
     data = strategy.to_device(samples, loader)
     seed_micro_batch(strategy.seed, place, *grid.coordinate, strategy.root_device)

@@ -87,7 +87,7 @@ class StagePass:
         module, engine = strategy.module, strategy.engine
         engine.activity.enter("validation", number)
         engine.fault("validation", engine.step)
-        data = stage_batch(self._grid, batch.batch, number, batch.place(number), batch.loader)
+        data = stage_batch(self._grid, batch.batch.fetch(number), batch.place(number), batch.loader)
         with batch.recording(data) as calls:
             output = batch.run(data)
         if not isinstance(output, Tensor):

@@ -46,6 +46,7 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"tp": 2, "toy": {"sequence_parallel": True, "bf16": True}, "ddp": {"overlap_grad_reduce": True}},
         [
             die("forward", 1, 1, micro_batch=1),
+            die("forward", 0, 1, micro_batch=1, hangs=True),  # its partner waits for it in the layer
             die("reduce", 0, 0),
             die("commit", 1, 0),
         ],
@@ -90,6 +91,7 @@ def test_kills_heal_bit_by_bit(name: str, tmp_path: Path, worlds: Any) -> None:
         names = [event["name"] for event in cluster.events()]
         cluster.wait_end()
     assert "task_restarts" not in names
+    assert names.count("task_hang") == sum("hangs" in fault for fault in schedule)
     assert [fault["point"] for fault in sorted(cluster.notes("fault"), key=lambda note: note["number"])] == [
         fault["point"] for fault in schedule
     ]

@@ -3,8 +3,8 @@
 FOLDER/settings.json: see `SETTINGS`. FOLDER/schedule.json: a list of faults that strike in sequence, each in a complete
 world on the worker at the given place: {"replica", "shard", "point"}, and "micro_batch" (counted among those that the
 worker runs in the step, or the validation) for the points "forward" and "validate"; not before "from_step"; with
-"at_once" in any world. With "breaks" connections break there, and no worker dies. With "after" the worker waits for
-that path in FOLDER before it dies.
+"at_once" in any world. With "breaks" connections break there, and no worker dies; with "hangs" the worker stands still.
+With "after" the worker waits for that path in FOLDER before it dies.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ class Faults:
                 time.sleep(1.0)  # it is reported
             if fault.get("breaks"):
                 raise CommunicatorAborted("a connection breaks on purpose")
+            if fault.get("hangs"):
+                time.sleep(3600.0)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _struck(self, number: int) -> Path:

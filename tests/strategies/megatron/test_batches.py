@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ pytest.importorskip("megatron.core.package_info")
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
-from unicron_lightning.strategies.megatron.batches import StagePlaces, stage_batch
+from unicron_lightning.strategies.megatron.batches import StageBatches, StagePlaces, stage_batch
 from unicron_lightning.strategies.megatron.validation import StageEvaluation
+from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.report_sum import ReportSum
 
 
@@ -25,10 +27,9 @@ def grid_at(tensor: int, stage: int) -> Any:
 
 
 def test_all_workers_of_a_replica_augment_a_batch_alike_whatever_they_ran_before() -> None:
-    batch: Any = GlobalBatch(0, 0, range(2), lambda number: torch.full((4,), float(number)), lambda number: 4)
-
     def staged(number: int, tensor: int, stage: int) -> tuple[list[float], float]:
-        data = stage_batch(grid_at(tensor, stage), batch, number, (1, 0, 0, number))
+        samples = torch.full((4,), float(number))
+        data = stage_batch(grid_at(tensor, stage), samples, (1, 0, 0, number))
         return data.tolist(), float(torch.rand(()))
 
     first, computes = staged(0, 0, 0)
@@ -40,6 +41,24 @@ def test_all_workers_of_a_replica_augment_a_batch_alike_whatever_they_ran_before
     assert first[0] != computes
     other, _ = staged(1, 0, 0)
     assert [value - 1.0 for value in other] != pytest.approx(first)
+
+
+def test_a_step_loads_and_computes_for_the_detection_of_hangs() -> None:
+    phases: list[tuple[str, int]] = []
+    activity = Activity()
+
+    def note(*_: Any) -> torch.Tensor:
+        phases.append((activity.now.phase, activity.now.micro_batch))
+        return torch.ones(4)
+
+    grid = grid_at(0, 0)
+    grid.strategy.engine = SimpleNamespace(activity=activity)
+    grid.strategy.module = SimpleNamespace(training_step=note, loss=lambda output, batch: output.sum())
+    grid.strategy.results = SimpleNamespace(recording=lambda data: nullcontext([]))
+    batches = StageBatches(grid, GlobalBatch(0, 0, range(2), note, lambda number: 4), 0)
+    _, loss = batches.forward(1)
+    assert float(loss(torch.ones(2))) == 2.0
+    assert phases == [("data", 1), ("compute", 1)]
 
 
 def test_places_of_a_global_batch_that_begins_later() -> None:
