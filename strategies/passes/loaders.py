@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from unicron_lightning import environ
 from unicron_lightning.data.combined_loader import Combined, CombinedSteps, PartLoader
 from unicron_lightning.data.combined_pass import CombinedPass
 from unicron_lightning.data.combined_streams import CombinedOpener
@@ -23,6 +25,7 @@ from unicron_lightning.data.fetch import Fetcher
 from unicron_lightning.data.loader import GlobalBatch, IndexedSteps, Numbered, StepLoader, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
 from unicron_lightning.data.pass_loaders import EvaluationLoader, IndexedBatches, PassBatches, PassLoader
+from unicron_lightning.data.single_reading import SingleReading
 from unicron_lightning.data.sources import Batches, as_loader
 from unicron_lightning.data.stream_batches import StreamBatches
 from unicron_lightning.data.stream_loader import StreamLoader
@@ -41,6 +44,8 @@ from unicron_lightning.worker.operations import Agreement, unpack_parts
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+
+logger = logging.getLogger(__name__)
 
 _BEFORE_TRANSFER: Final = "_on_before_batch_transfer"
 
@@ -82,6 +87,8 @@ class Loaders:
         """The present training data, if it has several loaders."""
         self._together: CombinedPass | None = None
         """The present evaluation data, if several loaders are read at once."""
+        self._noted: set[tuple[str | None, str]] = set()
+        """Stages and classes of data of which the log has that it is read once."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has made no loaders yet."""
@@ -111,7 +118,9 @@ class Loaders:
         if isinstance(users, DataLoader):  # Lightning looks at what it gets, which is no `DataLoader`
             assert trainer.state.stage is not None
             _worker_check(trainer, users, f"{trainer.state.stage.dataloader_prefix}_dataloader")
-        loader = as_loader(users, shape.devices)
+        loader = as_loader(users, shape.devices, once=self._once)
+        if self._once and isinstance(users, Iterator):
+            self._note(users, trainer)
         is_users = loader is users
         combined = self._combined if trainer.training else None if trainer.predicting else self._together
         parallelism = self._strategy.parallelism
@@ -121,7 +130,7 @@ class Loaders:
         if combined is not None:
             if trainer.training:
                 self._strategy.parallelism.steps.check_data(loader)
-            made = PartLoader(loader, self._part_order(trainer, loader, shape), seed)
+            made = PartLoader(loader, self._part_order(trainer, loader, shape), seed, once=self._once)
         elif trainer.training:
             self._strategy.parallelism.steps.check_data(loader)
             made = self._training(trainer, loader, shape, seed)
@@ -169,6 +178,15 @@ class Loaders:
         return IndexedBatches(order, partial(combined.fetchers, order))
 
     @property
+    def _once(self) -> bool:
+        """Whether nothing is ever read again: without an agent there are no failures to recover from.
+
+        Several declared devices have a stream each, which one iterator can't be.
+        """
+        strategy = self._strategy
+        return not (environ.under_agent() or strategy.shape.devices > 1 or strategy.parallelism.one_size)
+
+    @property
     def training(self) -> StepLoader | CombinedSteps | None:
         """The present run's loader of training data."""
         if self._combined is not None:
@@ -198,6 +216,14 @@ class Loaders:
             vars(self._trainer.lightning_module).pop(_BEFORE_TRANSFER, None)
             leave_ordinary(self._trainer)
         self._predictions = self._combined = self._together = None
+
+    def _note(self, users: Iterator[Any], trainer: pl.Trainer) -> None:
+        """Log once for each kind of data that it can be read once only."""
+        assert trainer.state.stage is not None
+        note = trainer.state.stage.dataloader_prefix, type(users).__qualname__
+        if note not in self._noted:
+            self._noted.add(note)
+            logger.warning("read_once loader=%s_dataloader data=%s reason=refused under torchrun", *note)
 
     def _combine(self, trainer: pl.Trainer, users: Any) -> Any:
         """Return training data as Lightning's loop is to get it: several loaders as one that yields steps."""
@@ -261,19 +287,25 @@ class Loaders:
         devices = self._strategy.shape.devices
         seen_as = partial(self._strategy.seen_as, size=devices)
         parts = [part.opened() for part in combined.parts]
-        return CombinedOpener(parts, combined.mode, combined.structure, devices, seed, seen_as)
+        return CombinedOpener(parts, combined.mode, combined.structure, devices, seed, seen_as, once=self._once)
 
     def _stream(self, trainer: pl.Trainer, opener: StreamOpener, shape: StepShape, limit: int | None) -> StreamLoader:
         strategy = self._strategy
         ends = strategy.agreed.streams
 
+        def fetcher() -> Any:
+            return trainer.fit_loop._data_fetcher
+
         def begins() -> None:
             # Reading ahead is done by the streams; Lightning's own would begin a step before the last one ends.
-            fetcher: Any = trainer.fit_loop._data_fetcher
-            fetcher.prefetch_batches = 0
+            fetcher().prefetch_batches = 0
+
+        def last() -> None:
+            fetcher().done = True
 
         streams = Streams(opener, shape, ends, one_size=strategy.parallelism.one_size)
-        return StreamLoader(
+        made = partial(SingleReading, length=opener.length, last=last) if opener.once else StreamLoader
+        return made(
             opener.loader,
             shape,
             streams,
@@ -311,6 +343,7 @@ class Loaders:
             own=strategy.parallelism.own,
             agree=self._agree,
             reading=self._reading,
+            length=opener.length,
         )
 
     def _agree(self, look: Callable[[], dict[int, int]]) -> dict[int, int]:
@@ -319,7 +352,8 @@ class Loaders:
         return {stream: end for part in unpack_parts(parts) for stream, end in codec.decode(part).items()}
 
     def _opener(self, loader: DataLoader[Any], shape: StepShape, seed: int) -> StreamOpener:
-        return StreamOpener(loader, shape.devices, seed, partial(self._strategy.seen_as, size=shape.devices))
+        seen_as = partial(self._strategy.seen_as, size=shape.devices)
+        return StreamOpener(loader, shape.devices, seed, seen_as, once=self._once)
 
     def _reading(self) -> AbstractContextManager[None]:
         return self._strategy.engine.activity.during("data")

@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.types import _PREDICT_OUTPUT
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.copying import OfProcess
 from unicron_lightning.data.pass_loaders import ENDS, EvaluationLoader, PassBatches
@@ -59,7 +59,7 @@ class PredictionLoader(EvaluationLoader):
     def __init__(self, loader: DataLoader[Any], batches: PassBatches, devices: int, predictions: Predictions) -> None:
         super().__init__(loader, batches, devices, predictions.begin, partial(predictions.start_batch, self))
         self.started = 0
-        numbered: Any = loader.batch_sampler if batches.rounds() is not None else None
+        numbered: Any = None if isinstance(loader.dataset, IterableDataset) else loader.batch_sampler
         self._recorded: Any = None if numbered is None else _IndexBatchSamplerWrapper(numbered)
         self._predictions = predictions
 

@@ -17,6 +17,7 @@ PARTS: Final = (
     "optimizing",
     "data",
     "several",
+    "reading",
     "callbacks",
     "runs",
     "failing",

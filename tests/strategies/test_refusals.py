@@ -168,9 +168,9 @@ def test_modules(module: type[Small], error: type[Exception], message: str) -> N
         ),
     ],
 )
-def test_data(loader: Any, message: str) -> None:
+def test_data_for_several_devices(loader: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        fit(Small(), loader())
+        fit(Small(), loader(), num_nodes=2)
 
 
 @pytest.mark.parametrize(
@@ -249,3 +249,17 @@ def test_collectives_in_a_prediction() -> None:
     trainer = fit(module)
     with pytest.raises(CollectiveInStep, match=r"all_gather\(\) was called inside a batch of predict;"):
         trainer.predict(module, data())
+
+
+def test_data_that_is_read_once_without_an_agent(caplog: pytest.LogCaptureFixture) -> None:
+    left = iter([[torch.ones(1, 2)]] * 5)
+    assert fit(Small(), left, max_steps=2).global_step == 2
+    assert len(list(left)) == 2, "one batch was read ahead"
+    assert "read_once loader=train_dataloader data=list_iterator reason=refused under torchrun" in caplog.text
+
+
+def test_only_a_process_without_an_agent_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy: Any = fit(Small()).strategy
+    assert strategy.loaders._once
+    monkeypatch.setenv(environ.AGENT_SOCKET, "/none")
+    assert not strategy.loaders._once

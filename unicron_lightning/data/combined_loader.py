@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, SupportsIndex
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader
@@ -31,27 +32,33 @@ class PartLoader(InPlace):
 
     Args:
         loader: the user's.
-        order: of its samples, in rounds over the declared devices; None for a stream, which has no length.
+        order: of its samples, in rounds over the declared devices; None for a stream.
         seed: of augmentation.
+        once: whether a stream is read once only; otherwise it has no length.
     """
 
     _fetcher: Fetcher | None = None  # type: ignore[assignment]
 
-    def __init__(self, loader: DataLoader[Any], order: DataOrder | None, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], order: DataOrder | None, seed: int, *, once: bool = False) -> None:
         super().__init__(loader)
         self.order = order
+        self._once = once
         self._seed = seed
 
     @property
     def rounds(self) -> float:
-        """Number of batches of the first device; `math.inf` for a stream."""
-        return math.inf if self.order is None else math.ceil(self.order.num_micro_batches / self.order.devices)
+        """Number of batches of the first device; `math.inf` if it is known only at the end."""
+        if self.order is not None:
+            return math.ceil(self.order.num_micro_batches / self.order.devices)
+        length = sized_len(self._loader) if self._once else None
+        return math.inf if length is None else length
 
     def __len__(self) -> int:
         self.taken()
-        if self.order is None:
+        rounds = self.rounds
+        if math.isinf(rounds):
             raise TypeError(f"{name_of(self._loader)} is a stream, which has no length")
-        return int(self.rounds)
+        return int(rounds)
 
     def fetcher(self, number: int, order: PartOrder, ahead: Ahead) -> Fetcher:
         """Return a fetcher of this loader's part of the combined micro-batches, as loader ``number``."""

@@ -50,7 +50,7 @@ class CombinedOpener(StreamOpener):
         parts: each loader of the user with its order over the declared devices, in rounds; None for a stream.
         mode: of `CombinedLoader`.
         structure: makes a batch of the loaders' batches.
-        devices, seed, seen_as: as for `StreamOpener`.
+        devices, seed, seen_as, once: as for `StreamOpener`.
     """
 
     def __init__(
@@ -61,10 +61,12 @@ class CombinedOpener(StreamOpener):
         devices: int,
         seed: int,
         seen_as: SeenAs,
+        *,
+        once: bool = False,
     ) -> None:
         streams = [loader.dataset for loader, order in parts if order is None]
         size = sum(loader.batch_size or 1 for loader, _ in parts)
-        super().__init__(DataLoader(Together(streams), batch_size=size), devices, seed, seen_as)
+        super().__init__(DataLoader(Together(streams), batch_size=size), devices, seed, seen_as, once=once)
         self._mode = mode
         self._structure = structure
         self._parts: list[MakeLoader] = []

@@ -17,6 +17,7 @@ from unicron_lightning.copying import OfProcess
 from unicron_lightning.data.fetch import Fetcher, Place
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.seeding import preserved
+from unicron_lightning.data.sources import Reopened
 
 if TYPE_CHECKING:
     from unicron_lightning.data.streams import StreamEnds
@@ -158,7 +159,7 @@ class InPlace:
     def ordinary(self, loader: Any) -> None:
         self._ordinary = loader
         shown = loader if isinstance(loader, DataLoader) else self._loader
-        self.dataset = shown.dataset
+        self.dataset = shown.dataset.users if isinstance(shown.dataset, Reopened) else shown.dataset
         self.sampler = shown.sampler  # Lightning sets its epoch
         self.batch_sampler = shown.batch_sampler
         self.num_workers = shown.num_workers

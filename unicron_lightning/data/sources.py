@@ -32,7 +32,7 @@ class Batches(Dataset[Any]):
 
 
 class Reopened(IterableDataset[Any]):
-    """Batches of a loader that is no `DataLoader`, read anew by each iterator.
+    """Batches of a loader that is no `DataLoader`, read anew by each iterator. Its length is that of the loader.
 
     Args:
         users: the loader.
@@ -44,6 +44,9 @@ class Reopened(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.users)
 
+    def __len__(self) -> int:
+        return len(self.users)  # type: ignore[arg-type]
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the loader, and of its sampler, if it takes one, as Lightning does."""
         for taking in (self.users, getattr(self.users, "sampler", None)):
@@ -52,22 +55,27 @@ class Reopened(IterableDataset[Any]):
                 set_epoch(epoch)
 
 
-def as_loader(users: Any, devices: int) -> DataLoader[Any]:
+def as_loader(users: Any, devices: int, *, once: bool = False) -> DataLoader[Any]:
     """Return data as a `DataLoader`: a sequence by index, a loader of another kind as an iterable data set.
 
     Args:
         users: what the user gave as a loader; a `DataLoader` is returned as it is, unless its data set is litData's.
         devices: of the declared world.
+        once: whether nothing is read again, so that an iterator that can be read once is enough.
 
     Raises:
         ConfigError: it can be read once only.
     """
     if isinstance(users, DataLoader):
         return by_index(users, devices) if is_chunked(users) else users
+    if once and isinstance(users, Iterator):
+        return _reopened(users)
     name = type(users).__qualname__
     if _has_index(users):
         batches = Batches(users)
         return DataLoader(batches, batch_size=None, sampler=SequentialSampler(batches), collate_fn=_as_it_is)
+    if once and isinstance(users, Iterable):
+        return _reopened(users)
     try:
         reads_itself = iter(users) is users
     except TypeError:
@@ -78,7 +86,7 @@ def as_loader(users: Any, devices: int) -> DataLoader[Any]:
             "Give the batches as a list, or a class with an __iter__ that returns a new iterator each time, for "
             "example one that calls the generator function"
         )
-    return DataLoader(Reopened(users), batch_size=None, collate_fn=_as_it_is)
+    return _reopened(users)
 
 
 def name_of(loader: DataLoader[Any]) -> str:
@@ -99,6 +107,10 @@ def _has_index(users: Any) -> bool:
         return len(users) > 0 and same(next(iter(users)), users[0])
     except (LookupError, TypeError, StopIteration):
         return False
+
+
+def _reopened(users: Iterable[Any]) -> DataLoader[Any]:
+    return DataLoader(Reopened(users), batch_size=None, collate_fn=_as_it_is)
 
 
 def _as_it_is(batch: Any) -> Any:

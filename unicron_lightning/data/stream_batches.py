@@ -46,8 +46,8 @@ class StreamBatches:
         self._stream = -1
         self._batch: tuple[int, Any] = -1, None
 
-    def rounds(self) -> None:
-        return None
+    def rounds(self) -> int | None:
+        return self._opener.length()
 
     def begin(self, epoch: int, most: float) -> None:
         """Begin a pass.

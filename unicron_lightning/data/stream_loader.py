@@ -62,10 +62,12 @@ class StreamLoader(StepLoader):
         self._begins = begins
         self._reading = reading
         self._checked = False
+        self._iterates = False
 
     def __len__(self) -> int:
+        """Number of steps by the limit. Before an iteration, Lightning asks for a length without limits: none."""
         self.taken()
-        limit = self._limit(self._position()[0])
+        limit = self._limit(self._position()[0]) if self._iterates else None
         if limit is None:
             raise TypeError(f"{name_of(self._loader)} is a stream, which has no length")
         return limit
@@ -75,6 +77,7 @@ class StreamLoader(StepLoader):
         return None if self._most is None else self._shape.of(epoch).steps(self._most)
 
     def __iter__(self) -> Iterator[GlobalBatch]:
+        self._iterates = True
         self._begins()
         return super().__iter__()
 
@@ -89,13 +92,17 @@ class StreamLoader(StepLoader):
             if limit is not None and step >= limit:
                 break
             self._fetcher.begin_step(epoch, step)
-            if epoch != self._ends.epoch:
-                self._begin(epoch, step)
+            self._enter(epoch, step)
             batch = self._at(epoch, step)
             if not batch.micro_batches:
                 break
             yield batch
         self._fetcher.end_epoch()
+
+    def _enter(self, epoch: int, step: int) -> None:
+        """Make known which micro-batches a step has: in later steps of an epoch, the commit before has done that."""
+        if epoch != self._ends.epoch:
+            self._begin(epoch, step)
 
     def _at(self, epoch: int, step: int) -> GlobalBatch:
         shape = self._shape.of(epoch)
@@ -139,6 +146,6 @@ class StreamLoader(StepLoader):
 
         ends.begin(epoch, self._agree(look))
 
-    def _look(self, epoch: int, step: int, streams: Sequence[int]) -> None:
+    def _look(self, epoch: int, step: int, streams: Sequence[int], ahead: int = 0) -> None:
         with self._reading():
-            self._fetcher.look(epoch, step, streams)
+            self._fetcher.look(epoch, step, streams, ahead)

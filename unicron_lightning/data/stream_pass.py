@@ -32,6 +32,7 @@ class StreamPass(InPlace):
         epoch: returns the present data epoch, for random state.
         takes_part: whether this worker runs batches; a joiner without state yields none.
         share, own, agree, reading: as for `StreamLoader`.
+        length: returns the number of batches of a stream; None if it is known only at the end.
 
     Attributes:
         iterates, unbounded: as of `EvaluationLoader`.
@@ -53,13 +54,16 @@ class StreamPass(InPlace):
         own: Callable[[Sequence[int]], list[int]],
         agree: Callable[[Callable[[], dict[int, int]]], dict[int, int]],
         reading: Callable[[], AbstractContextManager[None]],
+        length: Callable[[], int | None] = lambda: None,
     ) -> None:
         super().__init__(loader)
         self.iterates: Callable[[], None] = lambda: None
         self.unbounded = False
         self._fetcher = streams
+        self._shape = shape
         self._ends = ends
         self._limit = most
+        self._length = length
         self._epoch = epoch
         self._takes_part = takes_part
         self._place = 0, 0
@@ -80,6 +84,8 @@ class StreamPass(InPlace):
 
     def __len__(self) -> int:
         self.taken()
+        if (length := self._length()) is not None:
+            return self._shape.steps(length)
         if not self.unbounded:
             raise TypeError(f"{name_of(self._loader)} is a stream, which has no length")
         return ENDS

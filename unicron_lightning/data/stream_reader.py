@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
 
@@ -146,27 +147,39 @@ class StreamOpener:
         devices: of the declared world: the number of streams.
         seed: of the streams' random state: the same for all, as under ddp.
         seen_as: gives this process a device's rank.
+        once: whether no stream is opened twice, so that it need not repeat itself.
 
     Attributes:
         name: of the class that the user gave.
-        loader: as above.
+        loader, once: as above.
         stateful: whether streams are opened with torchdata's loader, so that they have states.
     """
 
-    def __init__(self, loader: DataLoader[Any], devices: int, seed: int, seen_as: SeenAs) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], devices: int, seed: int, seen_as: SeenAs, *, once: bool = False
+    ) -> None:
         self.name = name_of(loader)
         self.loader = loader
+        self.once = once
         self.stateful = is_stateful(loader)
         self._devices = devices
         self._seed = seed
         self._seen_as = seen_as
 
+    def length(self) -> int | None:
+        """Return the number of batches of a stream; None if it is known only at the end, as that of several devices."""
+        return sized_len(self.loader) if self.once else None
+
     def check(self) -> Any:
         """Return the first batch of the first stream, after reading it twice at the same time; None if there is none.
+
+        Streams that are read once are not checked: None.
 
         Raises:
             ConfigError: the data set does not repeat itself.
         """
+        if self.once:
+            return None
         one, other = self.open(0, 0, workers=0), self.open(0, 0, workers=0)
         batches = [[reader.read_or_none() for reader in (one, other)] for _ in range(2)]
         if not all(same(first, second) for first, second in batches):

@@ -158,10 +158,10 @@ class Streams:
             return self.get(epoch, stream, number)
         return copy.deepcopy(self._first_batch)
 
-    def look(self, epoch: int, step: int, streams: Sequence[int]) -> None:
-        """Read all batches of a step that streams have, and note which of them end before."""
+    def look(self, epoch: int, step: int, streams: Sequence[int], ahead: int = 0) -> None:
+        """Read all batches of a step that streams have, and ``ahead`` ones after it; note which streams end before."""
         rounds = self._declared.of(epoch).accumulation
-        last = int(min((step + 1) * rounds, self._ends.most)) - 1
+        last = int(min((step + 1) * rounds + ahead, self._ends.most)) - 1
         for stream in streams if last >= step * rounds else ():
             self._read_to(epoch, stream, last)
 
@@ -184,7 +184,7 @@ class Streams:
     def check(self) -> Any:
         """Return `StreamOpener.check`, and examine the states, if there are any."""
         self._first_batch = first = self._opener.check()
-        self._opener.stateful = self._opener.stateful and self._continues()
+        self._opener.stateful = self._opener.stateful and (self._opener.once or self._continues())
         return first
 
     def _continues(self) -> bool:
@@ -284,7 +284,14 @@ class Streams:
         number, known = reader.next, self._ends.states.get(stream)
         if not self._opener.stateful or number == 0 or number % (STATE_STEPS * self._shape.accumulation):
             return None
-        return reader.state() if known is None or number > known.number else None
+        if known is not None and number <= known.number:
+            return None
+        try:
+            return reader.state()
+        except (codec.NotPlainData, NotImplementedError) as error:  # known from `check`, unless streams are read once
+            self._opener.stateful = False
+            self._warn(str(error))
+            return None
 
 
 def _plain(states: Mapping[int, StreamState]) -> dict[int, tuple[int, bytes, str]]:
