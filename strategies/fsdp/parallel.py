@@ -34,7 +34,7 @@ from unicron_lightning.strategies.fsdp.validation import ShardedEvaluation
 from unicron_lightning.strategies.fsdp.wrapping import Sharding, place_rest, shard_module
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.reporting import balance_of
-from unicron_lightning.strategies.session import Session
+from unicron_lightning.strategies.session import Session, control_of_process
 from unicron_lightning.strategies.state.module_buffers import unsaved
 from unicron_lightning.strategies.state.replica_memory import ReplicaDivision
 from unicron_lightning.worker.engine import Engine, World
@@ -113,12 +113,12 @@ class FsdpParallel(Parallelism):
             )
 
     def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
+        if control_of_process() is not None:
+            raise ConfigError("this script has a second Trainer; unicron_fsdp supports one, for all runs of a script")
         declared = ShardedShape(shards=self.size, replicas=shape.devices // self.size)
         fabric = ReplicaFabric(declared)
         self._member = ReplicaMember(fabric, FsdpShard.adopt, self._leave)
         session, is_new = Session.of_process(device, shape.devices, on_world, fabric)
-        if not is_new:
-            raise ConfigError("this script has a second Trainer; unicron_fsdp supports one, for all runs of a script")
         fabric.begin(session.control, joins=session.is_joiner)
         self.size = fabric.shape.shards  # an operator's order replaces the script's
         return session, is_new

@@ -16,19 +16,21 @@ SCRIPT = Path(__file__).with_name("predicting.py")
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("loader", "after", "streams"),
+    ("loader", "place", "streams"),
     [
-        pytest.param(0, False, [], marks=pytest.mark.chaos),
-        pytest.param(1, True, [], marks=pytest.mark.chaos),
-        pytest.param(0, True, [0, 1], marks=pytest.mark.chaos),
-        (1, True, [1]),
-        pytest.param(1, False, [0, 1], marks=pytest.mark.chaos),
+        pytest.param(0, "before", [], marks=pytest.mark.chaos),
+        pytest.param(1, "after", [], marks=pytest.mark.chaos),
+        pytest.param(0, "after", [0, 1], marks=pytest.mark.chaos),
+        (1, "after", [1]),
+        pytest.param(1, "before", [0, 1], marks=pytest.mark.chaos),
+        pytest.param(1, "reading", [0, 1], marks=pytest.mark.chaos),
     ],
 )
-def test_a_death_while_predicting(loader: int, after: bool, streams: list[int], tmp_path: Path) -> None:
+def test_a_death_while_predicting(loader: int, place: str, streams: list[int], tmp_path: Path) -> None:
+    """Before or after the victim's forward, or while it reads and its partner waits for its word."""
     (tmp_path / "loader").write_text(str(loader))
     (tmp_path / "streams").write_text(" ".join(map(str, streams)))
-    for mark in ("fits", "after") if after else ("fits",):
+    for mark in ("fits", place):
         (tmp_path / mark).touch()
     with Cluster(tmp_path, agents=4, nodes="2:4", script=SCRIPT) as cluster:
         cluster.wait_end()

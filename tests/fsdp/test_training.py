@@ -222,3 +222,28 @@ def test_checkpoints_resume_with_another_number_of_shards_and_in_one_process(
     assert state["param_groups"] == wanted["param_groups"]
     for number, values in wanted["state"].items():
         equal(state["state"][number], values, TOLERANCE)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("stream", [None, {}], ids=["index", "stream"])
+def test_a_data_epoch_under_a_schedule_resumes_in_any_world(tmp_path: Path, stream: dict[str, Any] | None) -> None:
+    """Steps 1 to 6 have two rounds, 7 to 10 three, later ones one; the checkpoint is of step 8."""
+    settings = {"steps": 13, "full": 4, "accumulation": 1, "rounds": {"0": 2, "1": 3, "2": 1}, "samples": 90}
+    settings |= {"stream": stream, "dropout": 0.1, "save_every": 4}
+    resumed = {**settings, "save_every": 0, "resume": str(tmp_path / "whole" / "checkpoints" / "step=8.ckpt")}
+    halves: dict[str, tuple[dict[str, Any], int, str]] = {
+        "same": (resumed, 4, "4:4"),
+        "one_replica": ({**resumed, "full": 2}, 2, "2:4"),
+        "whole_models": ({**resumed, "shards": 1, "replicas": 4}, 4, "4:4"),
+    }
+    for name, run_of in {"whole": (settings, 4, "4:4"), **halves}.items():
+        (tmp_path / name).mkdir()
+        run(tmp_path / name, run_of[0], [], *run_of[1:])
+    reference = torch.load(tmp_path / "whole_models" / "final-0-0.pt", weights_only=True)
+    assert next(note["step"] for note in notes(tmp_path / "same", "step")) == 9
+    for name in ("whole", *halves):
+        found = differences(tmp_path / name, reference, 1 if name == "whole_models" else 2)
+        assert max(found.values()) < TOLERANCE, (name, found)
+        losses = {note["step"]: note["loss"] for note in notes(tmp_path / name, "step")}
+        expected = {note["step"]: note["loss"] for note in notes(tmp_path / "whole", "step")}
+        assert all(abs(losses[step] - expected[step]) < TOLERANCE for step in losses), name

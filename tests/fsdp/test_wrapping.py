@@ -10,6 +10,7 @@ from torch import nn
 
 from unicron_lightning import UnicronFSDPStrategy
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.fsdp import parallel
 from unicron_lightning.strategies.fsdp.wrapping import blocks_of, place_rest
 
 
@@ -54,4 +55,12 @@ def test_offload_is_refused_on_the_cpu() -> None:
     strategy = UnicronFSDPStrategy(shard_size=1, cpu_offload=True)
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False)
     with pytest.raises(ConfigError, match=r"cpu_offload=True: .* are in host memory already; expected False"):
+        trainer.fit(Model(SETTINGS), *[torch.utils.data.DataLoader(range(4))] * 2)
+
+
+def test_a_second_trainer_of_a_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "control_of_process", object)  # as an earlier trainer's session leaves it
+    strategy = UnicronFSDPStrategy(shard_size=1)
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False)
+    with pytest.raises(ConfigError, match="second Trainer; unicron_fsdp supports one"):
         trainer.fit(Model(SETTINGS), *[torch.utils.data.DataLoader(range(4))] * 2)

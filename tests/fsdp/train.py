@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
@@ -28,6 +28,7 @@ SETTINGS: dict[str, Any] = {
     "shards": 2,
     "replicas": 2,
     "accumulation": 2,  # batches per device in a step
+    "rounds": {},  # the same by data epoch, with an accumulation of 1
     "steps": 12,  # at least; then until all faults have struck in a complete world, which is there again
     "full": 4,
     "slow": 0.3,  # additional seconds of a step while the world is smaller
@@ -250,7 +251,11 @@ def main(make: type[Model] = Model) -> None:
         val_check_interval=validate * rounds * (workers if alone else 1) if validate else None,
         check_val_every_n_epoch=None if validate else 1,
         default_root_dir=folder,
-        callbacks=[Watch(folder, settings, note, Faults(folder, note)), *saving(folder, settings, alone=alone)],
+        callbacks=[
+            Watch(folder, settings, note, Faults(folder, note)),
+            *saving(folder, settings, alone=alone),
+            *scheduled(settings),
+        ],
     )
     judged = judged_of(folder, settings, alone=alone) if validate else None
     module = make(settings)
@@ -268,6 +273,12 @@ def saving(folder: Path, settings: dict[str, Any], *, alone: bool) -> list[pl.Ca
     saver: Any = UnicronCheckpoint if settings["beside"] and not alone else ModelCheckpoint
     saves = [saver(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)]
     return [*(saves if every else []), *([MemoryCheckpoint(*memory)] if memory and not alone else [])]
+
+
+def scheduled(settings: dict[str, Any]) -> list[pl.Callback]:
+    """The callback that changes the number of a step's batches with the data epoch."""
+    rounds = {int(epoch): number for epoch, number in settings["rounds"].items()}
+    return [GradientAccumulationScheduler(rounds)] if rounds else []
 
 
 def strategy_of(settings: dict[str, Any], *, alone: bool) -> Any:

@@ -27,6 +27,7 @@ SETTINGS = {
     "devices": 1,
     "nodes": 3,
     "accumulation": 2,
+    "rounds": {},  # the same by data epoch, with an accumulation of 1
     "full": 3,  # workers of the complete world
     "pace": 0.008,  # seconds of a micro-batch in the complete world
     "slow": 0.09,  # seconds of a micro-batch in a smaller world

@@ -1,8 +1,8 @@
 """Predicts, with or without a fit before; one worker dies in its second batch.
 
 Its argument is a folder: ``fits`` there asks for the fit, ``waits`` for the end of the dead worker's successor, after
-which ``die`` kills the others. ``streams`` has the numbers of the loaders that are streams. Each worker writes what it
-got to ``predicted-PID.json``.
+which ``die`` kills the others. ``streams`` has the numbers of the loaders that are streams, ``reading`` asks for a
+death in the data set. Each worker writes what it got to ``predicted-PID.json``.
 """
 
 from __future__ import annotations
@@ -24,20 +24,36 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 SAMPLES = (50, 31)
+BATCH = 4
 
 
 class Uneven(IterableDataset[Any]):
-    """The numbers below ``size``, of which later devices have more."""
+    """The numbers below ``size``, of which later devices have more.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: of all streams.
+        folder: where ``killed`` tells that the last device's reader has died in its second batch; None: none dies.
+    """
+
+    def __init__(self, size: int, folder: Path | None) -> None:
         self._size = size
+        self._folder = folder
 
     def __iter__(self) -> Iterator[Any]:
         rank, world = dist.get_rank(), dist.get_world_size()
         deal = [device for device in range(world) for _ in range(device + 1)]
-        for number in range(self._size):
-            if deal[number % len(deal)] == rank:
-                yield (torch.tensor([float(number)]),)
+        own = [number for number in range(self._size) if deal[number % len(deal)] == rank]
+        for place, number in enumerate(own):
+            if place == BATCH + 1 and rank == world - 1 and self._folder is not None:
+                die_once(self._folder)
+            yield (torch.tensor([float(number)]),)
+
+
+def die_once(folder: Path) -> None:
+    """Kill this worker, unless one has been killed."""
+    if not (folder / "killed").exists():
+        (folder / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Line(pl.LightningModule):
@@ -64,9 +80,9 @@ class Line(pl.LightningModule):
     def die(self, batch_idx: int, dataloader_idx: int) -> None:
         """Kill the last rank in its second batch of the loader."""
         dies = batch_idx == 1 and dataloader_idx == int((self.folder / "loader").read_text())
-        if dies and self.global_rank == self.trainer.world_size - 1 and not (self.folder / "killed").exists():
-            (self.folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        dies = dies and not (self.folder / "reading").exists()
+        if dies and self.global_rank == self.trainer.world_size - 1:
+            die_once(self.folder)
 
     def _wait_for_successor(self) -> None:
         """Predict on only once the dead worker's successor has ended."""
@@ -120,8 +136,12 @@ def main(make: type[Line] = Line, strategy: Any = "unicron", nodes: int = 3) -> 
     if (folder / "fits").exists():
         trainer.fit(module, DataLoader(TensorDataset(torch.randn(48, 1)), batch_size=4))
     ordinary = [TensorDataset(torch.arange(float(size)).unsqueeze(1)) for size in SAMPLES]
-    data = [Uneven(len(each)) if place in streams else each for place, each in enumerate(ordinary)]
-    loaders = [DataLoader(each, batch_size=4) for each in data]
+    dying = int((folder / "loader").read_text()) if (folder / "reading").exists() else None
+    data = [
+        Uneven(len(each), folder if place == dying else None) if place in streams else each
+        for place, each in enumerate(ordinary)
+    ]
+    loaders = [DataLoader(each, batch_size=BATCH) for each in data]
     returned: Any = trainer.predict(module, loaders)
     result = {
         "returned": [[batch.tolist() for batch in part] for part in returned],

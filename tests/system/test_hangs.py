@@ -5,6 +5,7 @@ Slow workers are reported, and get smaller shares if configured.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,29 @@ def test_a_slow_rank_is_shown_and_gets_fewer_micro_batches(tmp_path: Path, refer
         assert not cluster.events("error_reported"), "slow is no hang"
         cluster.finish()
         check_exact(tmp_path, reference, workers=3)
+
+
+@pytest.mark.chaos
+def test_a_slow_rank_gets_fewer_micro_batches_of_each_size_of_steps(
+    tmp_path: Path, reference_for: Callable[..., Reference]
+) -> None:
+    """Steps have six micro-batches in two data epochs, nine in the next two, and so on."""
+    rounds = {str(epoch): 2 + epoch // 2 % 2 for epoch in range(0, 60, 2)}
+    settings = {"lag": {"n1": 0.08}, "pace": 0.02, "rebalance": True, "accumulation": 1, "rounds": rounds}
+    schedule = [group("kill rank=0 micro_batch=0", settled=40)]
+    with Cluster(tmp_path, schedule=schedule, settings=settings) as cluster:
+
+        def relieved(after: float = 0.0) -> bool:
+            """Whether the shares of both sizes have been changed."""
+            events = cluster.events("worker.rebalanced")
+            return {sum(event["shares"]) for event in events if event["at"] > after} == {6, 9}
+
+        struck = cluster.watch(lambda: cluster.notes("fault"), "the fault", 90)[0]["at"]
+        assert relieved(), "both sizes come before the death"
+        cluster.wait_world(3, after=struck)
+        cluster.watch(lambda: relieved(struck), "fewer again in the world after", 120)
+        events = cluster.events("worker.rebalanced")
+        print(f"shares {[event['shares'] for event in events]}")
+        assert not cluster.events("error_reported"), "slow is no hang"
+        cluster.finish()
+        check_exact(tmp_path, reference_for(accumulation=1, rounds=rounds), workers=3)

@@ -27,7 +27,7 @@ import lightning.pytorch as pl
 import numpy
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 SAMPLES = 222
@@ -376,7 +376,12 @@ def main() -> None:
         num_sanity_val_steps=0,
         default_root_dir=folder,
         plugins=[TwoHalves(schedule)],
-        callbacks=[Watch(folder, notes, schedule, full, alone), *injection(settings), checkpoints],
+        callbacks=[
+            Watch(folder, notes, schedule, full, alone),
+            *injection(settings),
+            *scheduled(settings),
+            checkpoints,
+        ],
     )
     training = DataLoader(Numbered(SAMPLES), batch_size=BATCH, shuffle=True)
     validation = DataLoader(Numbered(VALIDATION_BATCHES * BATCH), batch_size=BATCH)
@@ -399,6 +404,12 @@ def injection(settings: dict[str, Any]) -> list[pl.Callback]:
         return []
     texts, memory = settings.get("faults", []), settings.get("memory")
     return [*([FaultInjection(texts)] if texts else []), *([MemoryCheckpoint(*memory)] if memory else [])]
+
+
+def scheduled(settings: dict[str, Any]) -> list[pl.Callback]:
+    """The callback that changes the number of a step's batches with the data epoch."""
+    rounds = {int(epoch): number for epoch, number in settings.get("rounds", {}).items()}
+    return [GradientAccumulationScheduler(rounds)] if rounds else []
 
 
 def saver(settings: dict[str, Any], alone: bool) -> Any:
