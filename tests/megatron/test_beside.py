@@ -126,6 +126,6 @@ def check_another_layout(folder: Path, path: Path, model: dict[str, Any], first:
     with Cluster(folder, script=SCRIPT, agents=2, nodes="2:2", settings=settings) as cluster:
         cluster.wait_end(300)
     expected = {note["step"]: note["norm"] for note in notes(first, "step")}
-    close = 1e-3 if "bf16" in model["toy"] else 1e-5
+    close = 2**-8 if "bf16" in model["toy"] else 1e-5  # a rounding of bfloat16, which another layout does elsewhere
     found = {note["step"]: note["norm"] for note in notes(folder, "step")}
     assert found == pytest.approx({number: expected[number] for number in (step, step + 1)}, rel=close)
