@@ -57,13 +57,16 @@ class Reference:
         self._epochs = epochs
 
 
-def check_exact(folder: Path, reference: Reference, *, workers: int) -> dict[str, float]:
+def check_exact(
+    folder: Path, reference: Reference, *, workers: int, left_out: Mapping[int, float] | None = None
+) -> dict[str, float]:
     """Check every guarantee for a finished run; return the greatest differences.
 
     Args:
         folder: of the run.
         reference: with the same settings.
         workers: number of workers that must have finished.
+        left_out: times from which processes counted as lost while they were still running.
     """
     notes = Notes(folder)
     ends = notes("end")
@@ -73,7 +76,7 @@ def check_exact(folder: Path, reference: Reference, *, workers: int) -> dict[str
     expected = reference.steps(epochs)
     assert ends[0]["step"] == len(expected)
     check_samples(notes.all(), expected)
-    check_no_work_twice(notes.all())
+    check_no_work_twice(notes.all(), left_out or {})
     worst = {"loss": _check_losses(notes("step"), expected), **_check_state(folder, ends, reference.state(epochs))}
     for kind, difference in worst.items():
         most = reference.most_difference * (1 if kind == "parameters" else 10)
@@ -139,11 +142,13 @@ def check_samples(notes: list[Note], expected: list[Note]) -> None:
         assert ids == list(range(len(ids))), f"the samples of epoch {epoch} are not each there once"
 
 
-def check_no_work_twice(notes: list[Note]) -> None:
-    """A micro-batch is recomputed only if the worker that had finished it has died."""
+def check_no_work_twice(notes: list[Note], left_out: Mapping[int, float]) -> None:
+    """A micro-batch is recomputed only if the worker that had finished it has died or was left out."""
     last_seen: dict[int, float] = defaultdict(float)
     for line in notes:
         last_seen[line["pid"]] = max(last_seen[line["pid"]], line["at"])
+    for pid, at in left_out.items():
+        last_seen[pid] = min(last_seen[pid], at)
     by_place: dict[tuple[int, int, tuple[int, ...]], list[Note]] = defaultdict(list)
     for line in notes:
         if line["what"] == "computed":

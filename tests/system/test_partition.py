@@ -53,4 +53,5 @@ def test_training_continues_without_one_side_and_takes_it_back(
         assert not cluster.events("agent_lost")
         (cluster.folder / "finish_in_any_world").touch()
         assert set(cluster.wait_exit(200).values()) == {0}
-        check_exact(tmp_path, reference, workers=len(nodes))
+        # The node that is left out may still finish the step before it leaves; its peer, without it, cannot know.
+        check_exact(tmp_path, reference, workers=len(nodes), left_out={pids[out]: left_out["at"]})
