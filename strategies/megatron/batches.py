@@ -20,6 +20,7 @@ from unicron_lightning.strategies.metrics.sums import AllUsed, NormStatistics, S
 from unicron_lightning.strategies.micro_batch import FORWARD, TRANSFER
 from unicron_lightning.strategies.parallelism import FinishedStep
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
+from unicron_lightning.worker.ledger import present
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.megatron.parallel import MegatronParallel
@@ -139,11 +140,11 @@ class StagePlaces:
 
     def __init__(self, batch: GlobalBatch) -> None:
         self.all = range(batch.in_full_step[-1] + 1)
-        self._numbers = dict(zip(batch.in_full_step, batch.micro_batches, strict=True))
+        self._batch = batch
 
     def numbers(self, places: Sequence[int]) -> list[int]:
         """Return the numbers of the micro-batches that there are at some places."""
-        return [self._numbers[place] for place in places if place in self._numbers]
+        return [self._batch.micro_batches[each] for each in present(places, self._batch.in_full_step)]
 
 
 def stage_batch(grid: MegatronParallel, samples: Any, place: tuple[int, ...], loader: int = 0) -> Any:
