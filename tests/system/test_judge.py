@@ -54,6 +54,14 @@ def test_wrong_use_of_samples(notes: list[dict[str, Any]], message: str) -> None
 
 
 def test_work_is_done_again_only_for_the_dead() -> None:
-    check_no_work_twice([computed(1, [0, 1], at=1.0), computed(2, [0, 1], at=2.0), step(2, [0, 1])])
+    repeated = [computed(1, [0, 1], at=1.0), computed(2, [0, 1], at=2.0)]
+    check_no_work_twice([*repeated, step(2, [0, 1])], {})
     with pytest.raises(AssertionError, match="finished by live 1"):
-        check_no_work_twice([computed(1, [0, 1], at=1.0), computed(2, [0, 1], at=2.0), step(1, [0, 1])])
+        check_no_work_twice([*repeated, step(1, [0, 1])], {})
+
+
+def test_a_worker_whose_node_was_left_out_counts_as_lost_from_then_on() -> None:
+    notes = [computed(1, [0, 1], at=1.0), computed(2, [0, 1], at=2.0), step(1, [0, 1]), step(2, [0, 1])]
+    check_no_work_twice(notes, {1: 1.5})
+    with pytest.raises(AssertionError, match="finished by live 1"):
+        check_no_work_twice(notes, {1: 2.5})
