@@ -113,6 +113,7 @@ lint: $(READY)
 
 types: $(READY)
 	@$(BIN)/mypy
+	@MYPYPATH=tests:. $(BIN)/mypy --config-file tests/mypy.ini $$(find tests -name '*.py')
 
 docs-check: $(READY)
 	@$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_ARGS)

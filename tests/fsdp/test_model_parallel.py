@@ -40,7 +40,7 @@ def test_a_script_for_lightnings_strategy(tmp_path: Path) -> None:
     [expected] = (tmp_path / "plain").iterdir()
     assert best.name == expected.name, "the best one of a validation"
     for own, other in zip(wholes, (expected, tmp_path / "plain.ckpt"), strict=True):
-        compare(*(torch.load(path, weights_only=True) for path in (own, other)), TOLERANCE)
+        compare(torch.load(own, weights_only=True), torch.load(other, weights_only=True), TOLERANCE)
     own = torch.load(wholes[1], weights_only=True)
     for kind in ("ours", "whole"):  # resumed under Lightning's strategy, from a folder and from a file
         again = torch.load(tmp_path / f"from-{kind}.ckpt", weights_only=True)

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from unicron_lightning.worker.codec import NotPlainData, check, decode, encode
 
+Pair = namedtuple("Pair", "a b")
+
 DTYPES = [
     dtype
     for dtype in vars(torch).values()
@@ -141,7 +143,7 @@ class Anything:
         ({"state": [1, {"x": Anything()}]}, r"value\['state'\]\[1\]\['x'\] is a \S+\.Anything"),
         ({"f": len}, r"value\['f'\]"),
         ((1, {Anything(): 1}), r"value\[1\] key"),
-        (namedtuple("Pair", "a b")(1, 2), "value is a"),
+        (Pair(1, 2), "value is a"),
         ([torch.eye(2).to_sparse()], r"value\[0\] is a torch.sparse_coo tensor"),
     ],
 )
