@@ -35,7 +35,7 @@ class ShardedEvaluation(GlobalPasses):
 
     @override
     def check_data(self, loader: DataLoader[Any]) -> None:
-        check_loader(loader, streams=True)
+        check_loader(loader)
 
     @override
     def operation(self, batch: PassBatch) -> ReplicaEvaluation:

@@ -43,7 +43,8 @@ class StageSteps:
         """Of the micro-batches, once a loader is known."""
 
     def check_data(self, loader: DataLoader[Any]) -> None:
-        self._size = self._grid.member.model.micro_batch_size = check_megatron_loader(loader, self._size)
+        replicas = self._grid.strategy.shape.devices
+        self._size = self._grid.member.model.micro_batch_size = check_megatron_loader(loader, replicas, self._size)
 
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
         strategy, member = self._grid.strategy, self._grid.member

@@ -118,11 +118,12 @@ def check_megatron_layout(config: Any, shape: Shape) -> None:
             )
 
 
-def check_megatron_loader(loader: DataLoader[Any], size: int | None = None) -> int:
+def check_megatron_loader(loader: DataLoader[Any], replicas: int, size: int | None = None) -> int:
     """Refuse micro-batches of different sizes: pipeline stages exchange tensors of one shape.
 
     Args:
         loader: of training data; one of them, if there are several.
+        replicas: of the declared world, among which a round of samples is divided.
         size: of the other loaders' micro-batches; None: this is the first one.
 
     Returns:
@@ -131,7 +132,7 @@ def check_megatron_loader(loader: DataLoader[Any], size: int | None = None) -> i
     Raises:
         ConfigError: naming the alternative.
     """
-    check_loader(loader, streams=True)
+    check_loader(loader)
     assert isinstance(loader, DataLoader)
     own: int | None = loader.batch_size
     if own is None:
@@ -150,10 +151,10 @@ def check_megatron_loader(loader: DataLoader[Any], size: int | None = None) -> i
         _check_stream(loader, "training")
         return own
     samples = len(loader.sampler)  # type: ignore[arg-type]
-    if not loader.drop_last and samples % own:
+    if not loader.drop_last and samples % (own * replicas):
         raise ConfigError(
-            f"the training data ({samples} samples) is no multiple of batch_size={own}, so one micro-batch would be "
-            "smaller, which pipeline stages cannot exchange: use DataLoader(drop_last=True)"
+            f"the training data ({samples} samples) is no multiple of batch_size={own} x {replicas} replicas, so the "
+            "last micro-batches would be smaller, which pipeline stages cannot exchange: use DataLoader(drop_last=True)"
         )
     return own
 
@@ -164,7 +165,7 @@ def check_validation_loader(loader: DataLoader[Any]) -> None:
     Raises:
         ConfigError: naming the alternative.
     """
-    check_loader(loader, streams=True)
+    check_loader(loader)
     assert isinstance(loader, DataLoader)
     if loader.batch_sampler is None:
         raise ConfigError(

@@ -123,9 +123,7 @@ class Loaders:
             self._note(users, trainer)
         is_users = loader is users
         combined = self._combined if trainer.training else None if trainer.predicting else self._together
-        parallelism = self._strategy.parallelism
-        several = parallelism.whole or (trainer.training and not parallelism.one_size)
-        check_loader(loader, streams=several or combined is None)
+        check_loader(loader)
         made: Made
         if combined is not None:
             if trainer.training:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from data import devices
 from lightning.pytorch.utilities import CombinedLoader
+from torch.utils._pytree import tree_structure
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -65,7 +66,8 @@ def opener_of(loaders: list[Any], mode: str = "max_size_cycle", *, shuffle: bool
     for loader in (as_loader(each, DEVICES) for each in loaders):
         stream = isinstance(loader.dataset, IterableDataset)
         parts.append((loader, None if stream else DataOrder(loader, SHAPE, 5, shuffle)))
-    return CombinedOpener(parts, mode, tuple, DEVICES, 1, devices.seen_as)
+    structure = tree_structure(tuple(range(len(loaders))))
+    return CombinedOpener(parts, mode, structure, DEVICES, 1, devices.seen_as)
 
 
 def read(opener: CombinedOpener, stream: int, epoch: int = EPOCH) -> list[Any]:

@@ -140,5 +140,5 @@ def test_states_that_do_not_hold_are_not_used(
 
 
 def test_a_stateful_loader_is_supported_and_another_iter_is_not() -> None:
-    check_loader(StatefulDataLoader(Counter()), streams=True)
+    check_loader(StatefulDataLoader(Counter()))
     check_loader(StatefulDataLoader(range(4)))

@@ -14,7 +14,7 @@ import torch
 from data import devices
 from torch.utils.data import DataLoader, IterableDataset
 
-from unicron_lightning.data.order import StepShape, check_loader
+from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.sources import same
 from unicron_lightning.data.stream_loader import StreamLoader
 from unicron_lightning.data.stream_reader import StreamChanged, StreamOpener
@@ -157,13 +157,6 @@ def test_set_epoch_is_called() -> None:
     streams.begin_step(2, 0)
     streams.look(2, 5, [0])
     assert ends.found == {0: 1}
-
-
-def test_iterable_data_sets_are_refused_where_only_an_index_helps() -> None:
-    loader: DataLoader[Any] = DataLoader(Shards())
-    check_loader(loader, streams=True)
-    with pytest.raises(ConfigError, match=r'Shards is an iterable data set, which strategy="unicron" takes'):
-        check_loader(loader)
 
 
 @pytest.mark.parametrize(

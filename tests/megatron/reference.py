@@ -137,18 +137,11 @@ def _samples(settings: dict[str, Any], length: int) -> Any:
 
 
 def _batches(data: Any, step: int, settings: dict[str, Any]) -> Iterator[tuple[Any, dict[str, torch.Tensor], float]]:
-    """The micro-batches of this replica: every ``replicas``-th, with samples distributed as by `DistributedSampler`,
-    and their weight.
-
-    With ``several`` the second half of each is from the first `SECOND` samples, again and again.
-    """
-    share, replicas, several = settings["accumulation"], settings["dp"], settings.get("several", False)
+    """The micro-batches of this replica: every ``replicas``-th, and their weight."""
+    share, replicas = settings["accumulation"], settings["dp"]
     own = parallel_state.get_data_parallel_rank()
     for number in range(share):
-        samples = _round(step * share + number, own, replicas)
-        if several:
-            again = _round((step * share + number) % (SECOND // (MICRO_BATCH * replicas)), own, replicas)
-            samples = [*samples[: MICRO_BATCH // 2], *again[MICRO_BATCH // 2 :]]
+        samples = _mixed(step * share + number, own, settings)
         epoch, within = divmod(step, len(data) // (MICRO_BATCH * share * replicas))
         batch = default_collate([data[sample % len(data)] for sample in samples])
         yield (1, epoch, within, number * replicas + own), batch, 1.0
@@ -164,8 +157,21 @@ def _streamed(data: Any, step: int, settings: dict[str, Any]) -> Iterator[tuple[
     present = [(number, replica) for number in rounds for replica in range(replicas) if number < sizes[replica]]
     for number in rounds:
         runs = (number, own) in present
-        batch = default_collate([data[sample] for sample in _round(number if runs else 0, own, replicas)])
+        batch = default_collate([data[sample] for sample in _mixed(number if runs else 0, own, settings)])
         yield (1, epoch, within, present.index((number, own)) if runs else 0), batch, float(runs)
+
+
+def _mixed(number: int, own: int, settings: dict[str, Any]) -> list[int]:
+    """The samples of a replica's micro-batch of a data epoch, distributed as by `DistributedSampler`.
+
+    With ``several`` the second half is from the first `SECOND` samples, again and again.
+    """
+    replicas = settings["dp"]
+    samples = _round(number, own, replicas)
+    if not settings.get("several"):
+        return samples
+    again = _round(number % (SECOND // (MICRO_BATCH * replicas)), own, replicas)
+    return [*samples[: MICRO_BATCH // 2], *again[MICRO_BATCH // 2 :]]
 
 
 def _round(number: int, own: int, replicas: int) -> list[int]:

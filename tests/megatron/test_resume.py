@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from system.cluster import Cluster
+from system.healing import check
+from system.megatron import MODEL
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -55,6 +57,20 @@ def test_a_change_of_layout_goes_through_a_checkpoint(tmp_path: Path) -> None:
     path = str(tmp_path / "first" / "checkpoints" / "step=3.ckpt")
     second = train(tmp_path / "second", 2, tp=1, pp=2, dp=1, accumulation=4, steps=STEPS, resume=path)
     assert sorted(second) == list(range(3, STEPS))
+    for step, line in second.items():
+        assert line["norm"] == pytest.approx(first[step]["norm"], rel=1e-5)
+        assert line["loss"] == pytest.approx(first[step]["loss"], rel=1e-5)
+
+
+@pytest.mark.chaos
+def test_loaders_with_a_stream_resume_within_a_data_epoch(tmp_path: Path, worlds: Any) -> None:
+    """An epoch has four steps, the last one of one micro-batch."""
+    data = {"dp": 2, "accumulation": 2, "stream": True, "several": True, "steps": STEPS}
+    first = train(tmp_path / "first", 2, tp=1, pp=1, **data, save_every=2)
+    check(tmp_path / "first", {**MODEL, **data}, worlds)
+    path = str(tmp_path / "first" / "checkpoints" / "step=2.ckpt")
+    second = train(tmp_path / "second", 4, tp=1, pp=2, **data, resume=path)
+    assert sorted(second) == list(range(2, STEPS))
     for step, line in second.items():
         assert line["norm"] == pytest.approx(first[step]["norm"], rel=1e-5)
         assert line["loss"] == pytest.approx(first[step]["loss"], rel=1e-5)

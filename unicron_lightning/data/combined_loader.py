@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -115,9 +115,10 @@ class Combined(CombinedLoader):
         limits = self.limits or [math.inf] * len(self.parts)
         return number_of(self._mode, [min(part.rounds, limit) for part, limit in zip(self.parts, limits, strict=True)])
 
-    def structure(self, batches: list[Any]) -> Any:
-        """Return the loaders' batches in the structure of the loaders."""
-        return tree_unflatten(batches, self._spec)
+    @property
+    def structure(self) -> TreeSpec:
+        """Structure of the loaders, and thus of a batch."""
+        return self._spec
 
     def order(self, most: float = math.inf) -> CombinedOrder:
         """Return the order of samples, if no loader is a stream; ``most`` limits the batches of a device."""
@@ -206,12 +207,10 @@ class _Fetchers:
         parts: the loaders.
         order: of their samples.
         ahead: yields the places that this rank expects to need.
-        structure: makes a batch of the loaders' batches.
+        structure: of the loaders, and thus of a batch.
     """
 
-    def __init__(
-        self, parts: Sequence[PartLoader], order: CombinedOrder, ahead: Ahead, structure: Callable[[list[Any]], Any]
-    ) -> None:
+    def __init__(self, parts: Sequence[PartLoader], order: CombinedOrder, ahead: Ahead, structure: TreeSpec) -> None:
         self._orders = [order.part(number) for number in range(len(parts))]
         self._fetchers = [
             part.fetcher(number, own, partial(_needed, own, ahead))
@@ -221,7 +220,8 @@ class _Fetchers:
 
     def get(self, place: Place) -> Any:
         pairs = zip(self._orders, self._fetchers, strict=True)
-        return self._structure([fetcher.get(place) if own.has(place) else None for own, fetcher in pairs])
+        batches = [fetcher.get(place) if own.has(place) else None for own, fetcher in pairs]
+        return tree_unflatten(batches, self._structure)
 
     def drop_before(self, place: Place) -> None:
         for fetcher in self._fetchers:

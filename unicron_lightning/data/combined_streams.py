@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.order import DataOrder
@@ -49,7 +50,7 @@ class CombinedOpener(StreamOpener):
     Args:
         parts: each loader of the user with its order over the declared devices, in rounds; None for a stream.
         mode: of `CombinedLoader`.
-        structure: makes a batch of the loaders' batches.
+        structure: of the loaders, and thus of a batch.
         devices, seed, seen_as, once: as for `StreamOpener`.
     """
 
@@ -57,7 +58,7 @@ class CombinedOpener(StreamOpener):
         self,
         parts: Sequence[tuple[DataLoader[Any], DataOrder | None]],
         mode: str,
-        structure: Callable[[list[Any]], Any],
+        structure: TreeSpec,
         devices: int,
         seed: int,
         seen_as: SeenAs,
@@ -76,7 +77,13 @@ class CombinedOpener(StreamOpener):
             opener.stateful = False
             names.append(opener.name)
             self._parts.append(opener.loader_of if order is None else partial(loader_of_device, loader, order))
+        self._names = names
         self.name = " with ".join(names)
+
+    def parts(self, batch: Any) -> dict[str, Any]:
+        """Return the loaders' batches; without those that are None, as under ``max_size`` after a loader's end."""
+        batches = enumerate(zip(self._names, self._structure.flatten_up_to(batch), strict=True))
+        return {f"{name} (loader {number})": part for number, (name, part) in batches if part is not None}
 
     def loader_of(self, epoch: int, stream: int, workers: int | None = None) -> Any:
         loaders = [_Again(make(epoch, stream, workers)) for make in self._parts]
@@ -153,7 +160,7 @@ class _OfDevice:
 
     num_workers = 0
 
-    def __init__(self, loaders: list[_Again], mode: Any, structure: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, loaders: list[_Again], mode: Any, structure: TreeSpec) -> None:
         self._loaders = loaders
         self._structure = structure
         self._batches = CombinedLoader(loaders, mode)
@@ -163,7 +170,7 @@ class _OfDevice:
         return self
 
     def __next__(self) -> Any:
-        return self._structure(next(self._batches)[0])
+        return tree_unflatten(next(self._batches)[0], self._structure)
 
     def _shutdown_workers(self) -> None:
         for loader in self._loaders:

@@ -26,7 +26,6 @@ from torch.utils.data import (
 )
 
 from unicron_lightning.data.seeding import seeded
-from unicron_lightning.data.sources import name_of
 from unicron_lightning.errors import ConfigError
 
 
@@ -76,7 +75,7 @@ class DataOrder:
         num_micro_batches: of an epoch.
 
     Raises:
-        ConfigError: the data set is iterable, or the sampler has no length.
+        ConfigError: the sampler has no length.
     """
 
     def __init__(self, loader: DataLoader[Any], shape: StepShape, seed: int, shuffle: bool = False) -> None:
@@ -208,12 +207,11 @@ def is_stateful(loader: object) -> bool:
     return module is not None and isinstance(loader, module.StatefulDataLoader)
 
 
-def check_loader(loader: DataLoader[Any], *, streams: bool = False) -> None:
+def check_loader(loader: DataLoader[Any]) -> None:
     """Reject loaders whose micro-batches cannot be distributed exactly.
 
     Args:
         loader: the user's.
-        streams: whether the data set may be iterable.
 
     Raises:
         ConfigError: the loader is not supported; the message states the reason and a remedy.
@@ -224,14 +222,7 @@ def check_loader(loader: DataLoader[Any], *, streams: bool = False) -> None:
             "would bypass: it fetches batches by number. Move its work into the data set or into collate_fn"
         )
     if isinstance(loader.dataset, IterableDataset):
-        if streams:
-            return
-        raise ConfigError(
-            f'{name_of(loader)} is an iterable data set, which strategy="unicron" takes, "unicron_fsdp" except in '
-            'predictions, and "unicron_megatron" as the only loader of training; '
-            "here a lost rank's samples can be read by others only by index. "
-            "Implement __len__ and __getitem__ (a map-style data set), e.g. over an index of the stream"
-        )
+        return  # read as a stream
     source: Sampler[Any] | Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     try:
         len(source)  # type: ignore[arg-type]

@@ -166,6 +166,10 @@ class StreamOpener:
         self._seed = seed
         self._seen_as = seen_as
 
+    def parts(self, batch: Any) -> dict[str, Any]:
+        """Return the batches of the loaders that a batch consists of, by name: of one loader, the batch itself."""
+        return {self.name: batch}
+
     def length(self) -> int | None:
         """Return the number of batches of a stream; None if it is known only at the end, as that of several devices."""
         return sized_len(self.loader) if self.once else None

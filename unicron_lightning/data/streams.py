@@ -253,15 +253,17 @@ class Streams:
         return (stream, number) in self._held
 
     def _check_size(self, batch: Any, stream: int, number: int) -> None:
-        if not self._one_size:
+        if not self._one_size or self._first_batch is None:
             return
-        size, wanted = _size(batch), _size(self._first_batch)
-        if wanted is not None and size != wanted:
-            raise ConfigError(
-                f"{self._opener.name}: batch {number} of stream {stream} has {size} samples, the first batch has "
-                f"{wanted}; pipeline stages exchange tensors of one shape: expected batches of one size, as with "
-                "DataLoader(batch_size=..., drop_last=True)"
-            )
+        first = self._opener.parts(self._first_batch)
+        for name, part in self._opener.parts(batch).items():
+            size, wanted = _size(part), _size(first.get(name))
+            if wanted is not None and size != wanted:
+                raise ConfigError(
+                    f"{name}: batch {number} of stream {stream} has {size} samples, the first batch has "
+                    f"{wanted}; pipeline stages exchange tensors of one shape: expected batches of one size, as with "
+                    "DataLoader(batch_size=..., drop_last=True)"
+                )
 
     def _opened(self, epoch: int, stream: int, number: int) -> StreamReader:
         """Open a stream to read a batch: at the newest state before it, if the same batch follows as at first."""

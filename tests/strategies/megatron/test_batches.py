@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 pytest.importorskip("megatron.core.package_info")
 
 from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.data.order import StepShape
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
-from unicron_lightning.strategies.megatron.batches import StageBatches, StagePlaces, stage_batch
+from unicron_lightning.strategies.megatron.batches import StageBatches, StagePlaces, StageSteps, stage_batch
 from unicron_lightning.strategies.megatron.validation import StageEvaluation
 from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.report_sum import ReportSum
@@ -59,6 +62,16 @@ def test_a_step_loads_and_computes_for_the_detection_of_hangs() -> None:
     _, loss = batches.forward(1)
     assert float(loss(torch.ones(2))) == 2.0
     assert phases == [("data", 1), ("compute", 1)]
+
+
+def test_samples_are_to_make_whole_micro_batches_of_all_replicas() -> None:
+    model = SimpleNamespace(micro_batch_size=0)
+    strategy, member = SimpleNamespace(shape=StepShape(devices=2, accumulation=3)), SimpleNamespace(model=model)
+    grid: Any = SimpleNamespace(strategy=strategy, member=member)
+    StageSteps(grid).check_data(DataLoader(range(8), batch_size=2))  # type: ignore[arg-type]
+    assert model.micro_batch_size == 2
+    with pytest.raises(ConfigError, match=r"6 samples.* 2 replicas"):
+        StageSteps(grid).check_data(DataLoader(range(6), batch_size=2))  # type: ignore[arg-type]
 
 
 def test_places_of_a_global_batch_that_begins_later() -> None:

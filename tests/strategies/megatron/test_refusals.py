@@ -94,22 +94,28 @@ def test_redundancy() -> None:
 def test_loaders() -> None:
     data = TensorDataset(torch.zeros(5))
     with pytest.raises(ConfigError, match=r"5 samples.*batch_size=2.*drop_last"):
-        check_megatron_loader(DataLoader(data, batch_size=2))
+        check_megatron_loader(DataLoader(data, batch_size=2), 1)
     with pytest.raises(ConfigError, match="has no batch_size"):
-        check_megatron_loader(DataLoader(data, batch_size=None))
+        check_megatron_loader(DataLoader(data, batch_size=None), 1)
     with pytest.raises(ConfigError, match="the training data, a list, has no batch_size"):
-        check_megatron_loader(as_loader([torch.zeros(2, 1)], 1))
-    assert check_megatron_loader(DataLoader(data, batch_size=2, drop_last=True), 2) == 2
+        check_megatron_loader(as_loader([torch.zeros(2, 1)], 1), 1)
+    assert check_megatron_loader(DataLoader(data, batch_size=2, drop_last=True), 2, 2) == 2
     stream = Numbers(3)
     with pytest.raises(
         ConfigError, match=r"a Numbers, is iterable, .* batch of 2 samples .* use DataLoader\(drop_last"
     ):
-        check_megatron_loader(DataLoader(stream, batch_size=2))
+        check_megatron_loader(DataLoader(stream, batch_size=2), 1)
     with pytest.raises(ConfigError, match="a Reopenable, has no batch_size"):
-        check_megatron_loader(as_loader(Reopenable(), 1))
-    assert check_megatron_loader(DataLoader(stream, batch_size=2, drop_last=True)) == 2
+        check_megatron_loader(as_loader(Reopenable(), 1), 1)
+    assert check_megatron_loader(DataLoader(stream, batch_size=2, drop_last=True), 2, 2) == 2
     with pytest.raises(ConfigError, match="batch_size=3 and with batch_size=2"):
-        check_megatron_loader(DataLoader(data, batch_size=2, drop_last=True), 3)
+        check_megatron_loader(DataLoader(data, batch_size=2, drop_last=True), 1, 3)
+    with pytest.raises(ConfigError, match="batch_size=3 and with batch_size=2"):
+        check_megatron_loader(DataLoader(stream, batch_size=2, drop_last=True), 1, 3)
+    six = DataLoader(TensorDataset(torch.zeros(6)), batch_size=2)
+    assert check_megatron_loader(six, 3) == 2
+    with pytest.raises(ConfigError, match=r"6 samples.*batch_size=2 x 2 replicas.*drop_last"):
+        check_megatron_loader(six, 2)
     with pytest.raises(ConfigError, match="validation DataLoader has no batch_size"):
         check_validation_loader(DataLoader(data, batch_size=None))
     check_validation_loader(DataLoader(data, batch_size=2))
