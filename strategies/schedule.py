@@ -106,18 +106,19 @@ class Schedule:
         loop = trainer.fit_loop
         combined: CombinedLoader | None = loop._combined_loader
         length = sized_len(loader)
-        if combined is None or loop._data_fetcher is None or length is None:  # a stream has no length in any epoch
+        if combined is None or loop._data_fetcher is None:
             return
-        if not isinstance(loader, CombinedSteps):  # which knows its limits
+        if length is not None and not isinstance(loader, CombinedSteps):  # which knows its limits
             limit = trainer.limit_train_batches
             length = min(length, limit) if isinstance(limit, int) else int(length * limit)
             combined.limits = [length]
-        loop.max_batches = loop._data_fetcher.length = length
+        if length is not None:
+            loop.max_batches = loop._data_fetcher.length = length
         if getattr(trainer, "_val_check_time_interval", None) is not None:
             return
         if self.val_check_interval is not None:
             trainer.val_check_interval = trainer.val_check_batch = shape.steps(self.val_check_interval)
-        else:
+        elif length is not None:  # a stream may have none in any epoch
             trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
 
 

@@ -102,9 +102,9 @@ class _PassRows:
                 continue
             engine.activity.enter("validation", number)
             engine.fault("validation", engine.step)
-            seed_all(place_seed(strategy.seed, *batch.place(number)))
-            fetch = batch.batch.fetch if counts else batch.batch.stand_in
-            data = strategy.to_device(fetch(number), batch.loader)
+            samples = (batch.batch.fetch if counts else batch.batch.stand_in)(number)
+            seed_all(place_seed(strategy.seed, *batch.place(number)))  # fetching may have drawn numbers
+            data = strategy.to_device(samples, batch.loader)
             batch.metrics.start_micro_batch()
             try:
                 with batch.recording(data) as calls, strategy.precision_plugin.val_step_context():

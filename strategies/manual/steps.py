@@ -138,7 +138,7 @@ class ManualSteps:
             scaler.scale(torch.zeros((), device=strategy.root_device))  # creates its state even without a share
         own = strategy.parallelism.own(batch.in_full_step)
         self._held, self._strands = set(own), {}
-        lead = self._make(own[0] if own else batch.micro_batches[0])
+        lead = self._make(own[0], batch.fetch) if own else self._make(batch.micro_batches[0], batch.stand_in)
         if own:
             self._strands[lead.number] = lead
         try:
@@ -244,12 +244,12 @@ class ManualSteps:
     def _name(self) -> str:
         return f"{type(self._strategy.module).__qualname__}.training_step"
 
-    def _make(self, number: int) -> Strand:
-        """Return the strand of a micro-batch, before its start."""
+    def _make(self, number: int, fetch: Callable[[int], Any]) -> Strand:
+        """Return the strand of a micro-batch, before its start, on the samples that ``fetch`` returns."""
         strategy, batch = self._strategy, self._batch
         activity, module, plugin = strategy.engine.activity, strategy.module, strategy.precision_plugin
         activity.enter("data", number)
-        fetched = batch.fetch(number)
+        fetched = fetch(number)
         seed_all(place_seed(strategy.seed, TRANSFER, batch.epoch, batch.step, number))
         data = strategy.to_device(fetched)
         activity.enter("compute", number)
@@ -269,7 +269,9 @@ class ManualSteps:
         """Return a micro-batch's strand, in place; it is made if this rank has none."""
         strand = self._strands.get(number)
         if strand is None:
-            strand = self._strands[number] = self._make(number)
+            states = random_states()  # of the strand in place; fetching and moving samples draw other numbers
+            strand = self._strands[number] = self._make(number, self._batch.fetch)
+            restore_random_states(states)
             self._held.add(number)
         self._place(strand)
         return strand

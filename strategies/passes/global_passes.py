@@ -75,7 +75,7 @@ class GlobalPasses(ABC):
         self.check_data(loader)
         most = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
         if isinstance(loader.dataset, IterableDataset):
-            return self._strategy.loaders.stream_pass(trainer, loader, most if isinstance(most, int) else math.inf)
+            return self._strategy.loaders.stream_pass(trainer, loader, most)
         return PassLoader(
             loader,
             shape,

@@ -29,7 +29,7 @@ from unicron_lightning.data.single_reading import SingleReading
 from unicron_lightning.data.sources import Batches, as_loader
 from unicron_lightning.data.stream_batches import StreamBatches
 from unicron_lightning.data.stream_loader import StreamLoader
-from unicron_lightning.data.stream_pass import StreamPass
+from unicron_lightning.data.stream_pass import StreamPass, most_of
 from unicron_lightning.data.stream_reader import StreamOpener
 from unicron_lightning.data.streams import StreamEnds, Streams
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, unwrapped
@@ -318,23 +318,29 @@ class Loaders:
             reading=self._reading,
         )
 
-    def stream_pass(self, trainer: pl.Trainer, loader: DataLoader[Any], most: float) -> StreamPass:
+    def stream_pass(self, trainer: pl.Trainer, loader: DataLoader[Any], limit: int | float) -> StreamPass:
         """Return a loader of an evaluation over streams, for workers that hold the model together.
 
         Args:
             trainer: runs it.
             loader: the user's.
-            most: largest number of batches of each stream.
+            limit: Lightning's: largest number of batches of each stream, or a fraction of them.
         """
         strategy, ends = self._strategy, StreamEnds()
-        opener = self._opener(loader, strategy.shape, strategy.seed)
+        # All data epochs have global batches of one size, as their number is Lightning's limit.
+        shape = StepShape(devices=strategy.shape.devices, accumulation=strategy.shape.accumulation)
+        opener = self._opener(loader, shape, strategy.seed)
         one_size = strategy.parallelism.one_size
+
+        def most() -> float:
+            return min(most_of(limit, opener.length(), shape), _sanity_limit(trainer))
+
         return StreamPass(
             loader,
-            strategy.shape,
-            Streams(opener, strategy.shape, ends, one_size=one_size, sets_epoch=False),
+            shape,
+            Streams(opener, shape, ends, one_size=one_size, sets_epoch=False),
             ends,
-            most=lambda: min(most, trainer.num_sanity_val_steps if trainer.sanity_checking else most),
+            most=most,
             epoch=lambda: trainer.current_epoch,
             takes_part=lambda: strategy.engine.has_state,
             share=strategy.share,
@@ -382,6 +388,10 @@ class CombiningSource(_DataLoaderSource):
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """A copy is Lightning's, as this object belongs to a run."""
         return _DataLoaderSource, (self.instance, self.name)
+
+
+def _sanity_limit(trainer: pl.Trainer) -> float:
+    return trainer.num_sanity_val_steps if trainer.sanity_checking else math.inf
 
 
 def _position(trainer: pl.Trainer) -> tuple[int, int]:

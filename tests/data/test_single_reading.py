@@ -113,6 +113,12 @@ def test_a_step_keeps_its_batches() -> None:
     assert [[step.fetch(number).item() for number in step.micro_batches] for step in steps] == [[0, 1], [2, 3], [4]]
 
 
+def test_an_end_that_a_fit_before_has_found_is_forgotten() -> None:
+    run = Run(Numbers(3))
+    run.ends.begin(0, {0: 2})
+    assert [batch.own().item() for batch in run.steps()] == [0, 1, 2]
+
+
 def test_evaluations_read_no_more_than_their_limit() -> None:
     numbers = Numbers()
     opener = StreamOpener(as_loader(numbers, 1, once=True), 1, 1, devices.seen_as, once=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.order import StepShape
-from unicron_lightning.data.stream_pass import StreamPass
+from unicron_lightning.data.stream_pass import StreamPass, most_of
 from unicron_lightning.data.stream_reader import StreamOpener
 from unicron_lightning.data.streams import StreamEnds, Streams
 from unicron_lightning.errors import ConfigError
@@ -88,3 +88,11 @@ def test_a_batch_of_another_size_ends_the_pass_before_it_is_used() -> None:
     with pytest.raises(ConfigError, match="Lengths: batch 2 of stream 1 has 1 samples, the first batch has 2"):
         first.finished(1)
     loader.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "length", "most"),
+    [(1.0, None, math.inf), (3, None, 3), (3, 2, 2), (1.0, 7, 7), (0.5, 7, 3), (0.5, 12, 6), (0.0, 7, 0)],
+)
+def test_no_more_is_read_than_the_limit(limit: int | float, length: int | None, most: float) -> None:
+    assert most_of(limit, length, StepShape(devices=1, accumulation=3)) == most

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from zoo.gan import Accumulating, Critic, Gan, Plain, loader
 
+from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.data_parallel import DataParallel
+from unicron_lightning.strategies.micro_batch import FORWARD
 
 DEVICES = 2
 
@@ -59,6 +64,52 @@ def test_equal_to_one_large_batch(tmp_path: Path, kind: type[pl.LightningModule]
     assert all(a.param_groups[0]["lr"] == b.param_groups[0]["lr"] for a, b in states)
     gc.collect()
     assert not [each for each in threading.enumerate() if each.name.startswith("micro-batch")]
+
+
+class Numbers(IterableDataset[torch.Tensor]):
+    """Four numbers for each device."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(4.0).unsqueeze(1)
+
+
+class Drawing(Accumulating):
+    """Draws a random number before and after its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[tuple[int, list[float]]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        numbers = [float(torch.rand(()))]
+        self.manual_backward(self.net(batch.repeat(1, 6)).mean())
+        numbers.append(float(torch.rand(())))
+        self.drawn.append((int(batch), numbers))
+        self.optimizers().step()
+
+
+def test_random_numbers_after_a_backward_are_those_of_the_micro_batch(tmp_path: Path) -> None:
+    """Those of the first strand are drawn after the second one's samples have been fetched."""
+    module = Drawing()
+    trained(module, tmp_path, DataLoader(Numbers()), devices=DEVICES, strategy="unicron", max_epochs=1)
+    expected = []
+    for step in range(4):
+        for micro_batch in range(DEVICES):
+            seed_all(place_seed(3, FORWARD, 0, step, micro_batch))
+            expected.append((step, [float(torch.rand(())) for _ in range(2)]))
+    assert sorted(module.drawn) == sorted(expected)
+
+
+def test_a_worker_without_micro_batches_reads_no_stream_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, without = Drawing(), Drawing()
+    for module in (plain, without):
+        trained(module, tmp_path, DataLoader(Numbers()), devices=DEVICES, strategy="unicron", max_epochs=1)
+        monkeypatch.setattr(DataParallel, "own", lambda *_: [])  # so that it has them as a dead worker's
+    assert Counter(number for number, _ in without.drawn) == {0: 6, 1: 2, 2: 2, 3: 2}, "the stand-in is the first batch"
+    for one, other in zip(without.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 class Dependent(Gan):

@@ -120,6 +120,13 @@ def test_validations_and_limits(settings: dict[str, Any], validations: list[int]
     assert sorted(set(module.validations)) == validations
 
 
+def test_validations_within_epochs_of_a_stream() -> None:
+    module = Counting()
+    settings = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "val_check_interval": 4}
+    fit(module, DataLoader(Stream(), 4), **settings)
+    assert sorted(set(module.validations)) == [2, 4, 8, 12, 14]
+
+
 def test_checkpoints_of_ddp_are_counted_by_the_schedule() -> None:
     shape = StepShape(devices=DEVICES, accumulation=3, schedule=tuple(ROUNDS.items()))
     counts = {name: {"ready": 8 * epochs} for name, epochs in (("total", 3), ("current", 1))}

@@ -49,7 +49,7 @@ def preserved() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, *place: int) -> Iterator[None]:
-    """Inside, the random state is that of the place; afterwards it is restored."""
+    """Inside, the random state is that of the place; afterwards it is restored, within `preserved` by its end."""
     with preserved():
         seed_all(place_seed(seed, *place))
         yield

@@ -8,7 +8,7 @@ is the last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from typing_extensions import override
@@ -44,6 +44,11 @@ class SingleReading(StreamLoader):
     def _total(self) -> float:
         """Number of batches of an epoch; `math.inf` if it is known only at the end."""
         return min(math.inf if each is None else each for each in (self._most, self._length()))
+
+    @override
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        self._ends.epoch = -1  # an earlier fit, broken off in the same epoch, may have known an end
+        return super().__iter__()
 
     @override
     def _enter(self, epoch: int, step: int) -> None:

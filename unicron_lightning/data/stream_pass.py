@@ -6,6 +6,7 @@ each global batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,7 +26,7 @@ class StreamPass(InPlace):
 
     Args:
         loader: the user's, over an iterable data set.
-        shape: of training steps.
+        shape: of the global batches, without a schedule.
         streams: reads it.
         ends: the streams' lengths, as far as they are known.
         most: returns the largest number of batches of each stream; `math.inf` for no limit.
@@ -113,3 +114,17 @@ class StreamPass(InPlace):
     def end(self) -> None:
         """End the pass."""
         self._fetcher.end_epoch()
+
+
+def most_of(limit: int | float, length: int | None, shape: StepShape) -> float:
+    """Return the largest number of batches of each stream in a pass; `math.inf` if there is none.
+
+    Args:
+        limit: Lightning's: a number of batches, or a fraction of the global batches.
+        length: number of batches of a stream; None if it is known only at the end.
+        shape: of the global batches.
+    """
+    known = math.inf if length is None else length
+    if isinstance(limit, int):
+        return min(limit, known)
+    return known if length is None else min(length, int(shape.steps(length) * limit) * shape.accumulation)
