@@ -98,6 +98,9 @@ class Schedule:
             sampled: a loader on whose sampler Lightning sets the epoch.
         """
         if shape.schedule:
+            if self.val_check_interval is not None:  # Lightning compares it with the length of this data epoch
+                epoch: Any = trainer.fit_loop.epoch_progress.current
+                trainer.val_check_interval = shape.of(epoch.processed).steps(self.val_check_interval)
             start: Any = _EpochStart(sampled.sampler, lambda epoch: self._begin(trainer, loader, shape.of(epoch)))
             sampled.sampler = start
 

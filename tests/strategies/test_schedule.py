@@ -127,6 +127,18 @@ def test_validations_within_epochs_of_a_stream() -> None:
     assert sorted(set(module.validations)) == [2, 4, 8, 12, 14]
 
 
+@pytest.mark.parametrize("again", [{"reload_dataloaders_every_n_epochs": 1}, {"ckpt": "epoch=0.ckpt"}])
+def test_validations_of_data_that_is_set_up_in_a_later_epoch(again: dict[str, Any], tmp_path: Path) -> None:
+    """The interval is more steps in the first data epoch than later ones have."""
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    settings: dict[str, Any] = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "val_check_interval": 8}
+    fit(Counting(), rounds={0: 1, 1: 4}, max_epochs=1, more=[saving], **settings)
+    module = Counting()
+    given = {"ckpt": tmp_path / again["ckpt"]} if "ckpt" in again else again
+    fit(module, rounds={0: 1, 1: 4}, **settings, **given)
+    assert sorted(set(module.validations)) == ([10, 12] if "ckpt" in again else [8, 10, 12])
+
+
 def test_checkpoints_of_ddp_are_counted_by_the_schedule() -> None:
     shape = StepShape(devices=DEVICES, accumulation=3, schedule=tuple(ROUNDS.items()))
     counts = {name: {"ready": 8 * epochs} for name, epochs in (("total", 3), ("current", 1))}
