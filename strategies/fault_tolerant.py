@@ -50,6 +50,7 @@ from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.checkpointing import ReportedCheckpoints
 from unicron_lightning.strategies.state.comparison import Comparison
+from unicron_lightning.strategies.state.finished_epoch import leave_finished_epoch
 from unicron_lightning.strategies.state.memory import StateMemory
 from unicron_lightning.strategies.state.persisting import Persisting
 from unicron_lightning.strategies.watching import LIGHTNING_BACKWARD, watched
@@ -257,6 +258,10 @@ class FaultTolerantStrategy(CollectingStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self.parallelism.set_up_optimizers(trainer, super().setup_optimizers)
+
+    @override
+    def on_train_start(self) -> None:
+        leave_finished_epoch(self.trainer.fit_loop)
 
     # ---- data
 

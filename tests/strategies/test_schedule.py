@@ -94,13 +94,19 @@ def test_a_stream() -> None:
     assert [sorted(seen[-SAMPLES:]) for seen in module.samples] == [list(range(SAMPLES))] * 3
 
 
-@pytest.mark.parametrize("step", [2, 6, 12, 14])
-def test_resuming_within_each_epoch(step: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["indexed", "stream"])
+@pytest.mark.parametrize(
+    ("step", "rounds"), [(2, ROUNDS), (4, ROUNDS), (6, ROUNDS), (12, ROUNDS), (14, ROUNDS), (8, {0: 1}), (16, {0: 1})]
+)
+def test_resuming_within_and_at_the_end_of_each_epoch(
+    step: int, rounds: dict[int, int], kind: str, tmp_path: Path
+) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=step, save_top_k=-1, save_on_train_epoch_end=False)
     whole, rest = Counting(), Counting()
-    fit(whole, more=[saving])
-    trainer = fit(rest, ckpt=tmp_path / f"step={step}.ckpt")
-    assert trainer.global_step == sum(STEPS) and sum(rest.steps) == sum(STEPS) - step
+    data = loader() if kind == "indexed" else DataLoader(Stream(), 4)
+    fit(whole, data, rounds=rounds, more=[saving])
+    trainer = fit(rest, data, rounds=rounds, ckpt=tmp_path / f"step={step}.ckpt")
+    assert trainer.global_step == sum(whole.steps) and sum(rest.steps) == sum(whole.steps) - step
     assert all(torch.equal(rest.state_dict()[name], value) for name, value in whole.state_dict().items())
 
 
