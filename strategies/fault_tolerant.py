@@ -368,6 +368,11 @@ class FaultTolerantStrategy(CollectingStrategy):
         return self.parallelism.evaluation.step(partial(super().test_step, *args, **kwargs), args)
 
     @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.loaders.predicting():
+            return super().predict_step(*args, **kwargs)
+
+    @override
     def on_validation_end(self) -> None:
         self._timed.validated()
         self.loaders.end_passes()

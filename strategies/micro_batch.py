@@ -28,6 +28,8 @@ FORWARD = 1
 """Distinguishes the random state of computing from that of fetching, at the same place."""
 TRANSFER = 4
 """Distinguishes the random state of moving samples to the device, where that is not followed by computing."""
+OPTIMIZER = 7
+"""Distinguishes the random state of an optimizer's step in manual optimization from that of micro-batches."""
 
 UNCOUNTED = -1
 """Number under which changes of a micro-batch are recorded that does not count."""

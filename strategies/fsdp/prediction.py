@@ -136,7 +136,7 @@ class ShardedPredictions(Predictions):
     def _run(self, place: int, source: RowSource, number: int, counts: bool) -> None:
         """Run a batch of a loader together with the partners."""
         loader, loop = self._loaders[place], self._trainer.predict_loop
-        self._prepare(number)
+        self._prepare(place, number)
         if counts:
             with self._interruptible(place):
                 loop._predict_step(loader.fetch(number), loader.record(number), place, None)

@@ -30,7 +30,7 @@ from unicron_lightning.strategies.manual.strand import END, MeetingPlace, Strand
 from unicron_lightning.strategies.manual.versions import ParameterVersions
 from unicron_lightning.strategies.metrics.recording import Recording
 from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums, SumsLayout
-from unicron_lightning.strategies.micro_batch import FORWARD, TRANSFER, Effects
+from unicron_lightning.strategies.micro_batch import FORWARD, OPTIMIZER, TRANSFER, Effects
 from unicron_lightning.strategies.parallelism import FinishedStep
 from unicron_lightning.strategies.state.divergence import Divergence
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
@@ -426,9 +426,12 @@ class ManualSteps:
         self._stepped.append(optimizer)
         strand.steps += 1
         strand.recording = self._strategy.results.exchange(self._outside)
+        states = random_states()  # of this strand; those of other strands have none of the step's numbers
+        seed_all(place_seed(self._strategy.seed, OPTIMIZER, self._batch.epoch, self._batch.step, place))
         loop._on_before_step()
         stepped = step(do_nothing_closure)
         loop._on_after_step()
+        restore_random_states(states)
         self._strategy.results.exchange(strand.recording)
         return stepped if output is None else output
 

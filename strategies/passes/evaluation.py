@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 import torch
@@ -16,6 +16,7 @@ from lightning.pytorch.loops import _EvaluationLoop
 from unicron_lightning.data.combined_pass import CombinedPass, passes_of
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.pass_loaders import ENDS, EvaluationLoader
+from unicron_lightning.data.seeding import seeded
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype, merge_calls
 from unicron_lightning.strategies.metrics.step_metrics import State, StepMetrics
 from unicron_lightning.strategies.metrics.torch_metrics import merge_metric_states, set_common_aside
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+
+
+EVALUATION: Final = 5
+"""Distinguishes the random state of evaluations from that of training, at the same place."""
 
 
 class _Pass:
@@ -58,6 +63,8 @@ class Passes:
         self._strategy = strategy
         self._pass: _Pass | None = None
         self._buffers: EvaluationBuffers | None = None
+        self._number = 0
+        """Number of the present batch in its pass."""
 
     def begin_run(self, trainer: pl.Trainer) -> None:
         self._pass = None
@@ -79,14 +86,17 @@ class Passes:
         return EvaluationLoader(first, batches, self._strategy.shape.devices, self.begin, self.start_batch)
 
     def step(self, run: Callable[[], Any], args: Sequence[Any]) -> Any:
-        """Run a batch."""
+        """Run a batch, with random numbers that depend on its place only, whichever rank runs it."""
         self._engine.fault("validation", self._engine.step)
+        epoch: Any = self._trainer.fit_loop.epoch_progress.current
+        loader = 0 if self._pass is None else self._pass.index or 0
         if self._pass is not None:
             self._set_aside(self._pass)
         if self._buffers is None:
             self._buffers = EvaluationBuffers(self._strategy.module)
         try:
-            return run()
+            with seeded(self._strategy.seed, EVALUATION, epoch.processed, loader, self._number):
+                return run()
         finally:
             self._buffers.undo()
 
@@ -124,7 +134,7 @@ class Passes:
     def start_batch(self, number: int) -> None:
         """Record the start of a batch; later log calls belong to it."""
         self._engine.activity.enter("validation", number)
-        current = self._pass
+        current, self._number = self._pass, number
         if current is None:
             assert self._trainer.sanity_checking
             return
@@ -190,6 +200,7 @@ class Passes:
     def _run(self, current: _Pass, number: int) -> None:
         """Run a batch left over by a lost rank, or by Lightning's limit."""
         self._engine.activity.enter("validation", number)
+        self._number = number
         results = self._results_of(current.loop)
         results.record_into(current.calls.setdefault(number, []))
         try:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
@@ -25,6 +25,7 @@ from unicron_lightning.data.fetch import Fetcher
 from unicron_lightning.data.loader import GlobalBatch, IndexedSteps, Numbered, StepLoader, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
 from unicron_lightning.data.pass_loaders import EvaluationLoader, IndexedBatches, PassBatches, PassLoader
+from unicron_lightning.data.seeding import seeded
 from unicron_lightning.data.single_reading import SingleReading
 from unicron_lightning.data.sources import Batches, as_loader
 from unicron_lightning.data.stream_batches import StreamBatches
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BEFORE_TRANSFER: Final = "_on_before_batch_transfer"
+
+_PREDICTION: Final = 6
+"""Distinguishes the random state of predictions from others, at the same place."""
 
 Made = StepLoader | PartLoader | EvaluationLoader | PassLoader | StreamPass
 
@@ -197,6 +201,12 @@ class Loaders:
         stream = loader.stream if isinstance(loader, CombinedSteps) else loader
         if isinstance(stream, StreamLoader) and stream.is_last(batch):
             trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+
+    def predicting(self) -> AbstractContextManager[None]:
+        """Return a context with the random state of the present batch of a prediction."""
+        if self._predictions is None:
+            return nullcontext()
+        return seeded(self._strategy.seed, _PREDICTION, *self._predictions.place)
 
     def end_passes(self) -> None:
         """Finish a validation: end worker processes that are not persistent."""

@@ -96,7 +96,13 @@ class Predictions(OfProcess):
         self._engine = engine
         self._begun = False
         self._current: tuple[PredictionLoader, int] | None = None
+        self._place = (0, 0)
         trainer.predict_loop.on_run_end = _End(self, trainer.predict_loop)  # type: ignore[method-assign]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Index of the loader and number of the present batch."""
+        return self._place
 
     def begin(self, loader: PredictionLoader) -> Iterable[int]:
         """Start the pass over a loader; return this rank's batches."""
@@ -112,7 +118,7 @@ class Predictions(OfProcess):
         self._complete()
         self._current = loader, number
         loader.record(number)
-        self._prepare(number)
+        self._prepare(self._loaders.index(loader), number)
 
     def forget_indices(self) -> None:
         """Give writers no indices of a stream's batch; Lightning would give them those of the loader before."""
@@ -152,7 +158,8 @@ class Predictions(OfProcess):
             loader.finished.add(number)
         self._current = None
 
-    def _prepare(self, number: int) -> None:
+    def _prepare(self, place: int, number: int) -> None:
+        self._place = place, number
         self._engine.activity.enter("validation", number)
         self._engine.fault("validation", self._engine.step)
 
@@ -160,7 +167,7 @@ class Predictions(OfProcess):
         """Predict a batch left over by a lost rank, or by Lightning's limit."""
         place, own = divmod(number, PART)
         loader = self._loaders[place]
-        self._prepare(own)
+        self._prepare(place, own)
         self._trainer.predict_loop._predict_step(loader.fetch(own), loader.record(own), place, None)
         loader.finished.add(own)
 

@@ -74,21 +74,26 @@ class Numbers(IterableDataset[torch.Tensor]):
 
 
 class Drawing(Accumulating):
-    """Draws a random number before and after its backward."""
+    """Draws a random number before and after its backward, and after the optimizer's step, in which a hook draws."""
 
     def __init__(self) -> None:
         super().__init__()
         self.drawn: list[tuple[int, list[float]]] = []
+        self.of_hook: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         numbers = [float(torch.rand(()))]
         self.manual_backward(self.net(batch.repeat(1, 6)).mean())
         numbers.append(float(torch.rand(())))
-        self.drawn.append((int(batch), numbers))
         self.optimizers().step()
+        numbers.append(float(torch.rand(())))
+        self.drawn.append((int(batch), numbers))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.of_hook.append(float(torch.rand(())))
 
 
-def test_random_numbers_after_a_backward_are_those_of_the_micro_batch(tmp_path: Path) -> None:
+def test_random_numbers_after_a_backward_and_a_step_are_those_of_the_micro_batch(tmp_path: Path) -> None:
     """Those of the first strand are drawn after the second one's samples have been fetched."""
     module = Drawing()
     trained(module, tmp_path, DataLoader(Numbers()), devices=DEVICES, strategy="unicron", max_epochs=1)
@@ -96,7 +101,7 @@ def test_random_numbers_after_a_backward_are_those_of_the_micro_batch(tmp_path: 
     for step in range(4):
         for micro_batch in range(DEVICES):
             seed_all(place_seed(3, FORWARD, 0, step, micro_batch))
-            expected.append((step, [float(torch.rand(())) for _ in range(2)]))
+            expected.append((step, [float(torch.rand(())) for _ in range(3)]))
     assert sorted(module.drawn) == sorted(expected)
 
 
@@ -108,6 +113,7 @@ def test_a_worker_without_micro_batches_reads_no_stream_for_them(
         trained(module, tmp_path, DataLoader(Numbers()), devices=DEVICES, strategy="unicron", max_epochs=1)
         monkeypatch.setattr(DataParallel, "own", lambda *_: [])  # so that it has them as a dead worker's
     assert Counter(number for number, _ in without.drawn) == {0: 6, 1: 2, 2: 2, 3: 2}, "the stand-in is the first batch"
+    assert without.of_hook == plain.of_hook and len({*plain.of_hook}) == 4
     for one, other in zip(without.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
 

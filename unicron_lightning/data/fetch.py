@@ -110,7 +110,8 @@ class Fetcher:
         if self._iterator is None:
             self._start = place
             self._requested, self._ready = set(), {}
-            self._iterator = iter(self._loader)
+            with preserved():  # torch draws a seed for the worker processes
+                self._iterator = iter(self._loader)
         while place in self._requested and place not in self._ready:
             arrived, batch = next(self._iterator)
             if arrived >= (place[0], place[1], 0):
