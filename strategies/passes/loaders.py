@@ -151,7 +151,7 @@ class Loaders:
             self._strategy.schedule.attend(trainer, made, shape, made)
         elif isinstance(combined, CombinedSteps) and users is combined.flattened[0]:
             self._strategy.schedule.attend(trainer, combined, shape, made)
-        if isinstance(made, EvaluationLoader | StreamPass):
+        if isinstance(made, EvaluationLoader | PassLoader | StreamPass):
             made.iterates = self._iterates
         made.taken = partial(show_ordinary, trainer)
         self._made.append(made)

@@ -32,6 +32,13 @@ class Numbers(IterableDataset[torch.Tensor]):
             yield torch.tensor([float(number)])
 
 
+class Unknown(IterableDataset[torch.Tensor]):
+    """Numbers, without a length."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(Numbers())
+
+
 class Recording(pl.LightningModule):
     """Records what it validates on, and a random number of each batch."""
 
@@ -44,7 +51,7 @@ class Recording(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(batch).mean()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.numbers.append(int(batch))
         self.drawn.append(float(torch.rand(())))
         self.net(batch)
@@ -83,8 +90,17 @@ def limited(folder: str) -> tuple[list[int], int]:
     return module.numbers, data.read
 
 
+def listed(folder: str) -> list[int]:
+    """Return the numbers of a validation over data with an index, and then a stream without a length."""
+    module = Recording()
+    indexed: Any = [torch.tensor([float(number)]) for number in range(2)]
+    trainer_of(folder).validate(module, [DataLoader(indexed), DataLoader(Unknown())], verbose=False)
+    return module.numbers
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as made:
         random = [drawn(made, workers) for workers in (0, 1)]
-        print(json.dumps({"random": random, "scheduled": scheduled(made), "limited": limited(made)}))
+        found = {"random": random, "scheduled": scheduled(made), "limited": limited(made), "listed": listed(made)}
+        print(json.dumps(found))

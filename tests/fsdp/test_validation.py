@@ -23,3 +23,4 @@ def test_validations() -> None:
     assert found["random"][0] == found["random"][1]
     assert found["scheduled"] == [*range(SAMPLES)] * 2
     assert found["limited"] == [[0, 1, 2, 3], 4]
+    assert found["listed"] == [0, 1, *range(SAMPLES)]

@@ -198,6 +198,9 @@ class PassLoader(InPlace):
         limit: returns a further limit of this kind when a pass begins; `math.inf` for none.
         epoch: returns the present epoch, for shuffled data.
         share: returns this worker's batches of a global batch in the present world, in order.
+
+    Attributes:
+        iterates: as of `EvaluationLoader`.
     """
 
     _fetcher: Fetcher
@@ -213,6 +216,7 @@ class PassLoader(InPlace):
         share: Callable[[range], list[int]],
     ) -> None:
         super().__init__(loader)
+        self.iterates: Callable[[], None] = lambda: None
         self._shape = shape
         self._order = order = DataOrder(loader, StepShape(devices=shape.devices, accumulation=1), seed)
         self._whole = order.num_micro_batches
@@ -228,6 +232,10 @@ class PassLoader(InPlace):
         return math.ceil(self._whole / self._shape.micro_batches)
 
     def __iter__(self) -> Iterator[GlobalBatch]:
+        self.iterates()
+        return Items(self._pass())
+
+    def _pass(self) -> Iterator[GlobalBatch]:
         self._fetcher.end_epoch()
         epoch = self._epoch()
         self._num_batches = int(min(self._whole, self._limit() * self._shape.devices))
