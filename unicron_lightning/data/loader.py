@@ -114,7 +114,8 @@ def joined(batches: Sequence[Any]) -> Any:
     if len(batches) == 1:
         return first
     if isinstance(first, Tensor):
-        if first.dim() and len({tuple(each.shape[1:]) for each in batches}) == 1:
+        shapes = {tuple(each.shape[1:]) if isinstance(each, Tensor) else None for each in batches}
+        if first.dim() and len(shapes) == 1:
             return torch.cat(list(batches))
         return list(batches)
     if isinstance(first, Mapping):
