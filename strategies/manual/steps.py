@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unicron_lightning.data.loader import GlobalBatch
-from unicron_lightning.data.seeding import place_seed, random_states, restore_random_states, seed_all
+from unicron_lightning.data.seeding import kept, place_seed, random_states, restore_random_states, seed_all, seeded
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.manual.meeting_step import MeetingStep, check_same, described
 from unicron_lightning.strategies.manual.strand import END, MeetingPlace, Strand, StrandStates
@@ -269,9 +269,8 @@ class ManualSteps:
         """Return a micro-batch's strand, in place; it is made if this rank has none."""
         strand = self._strands.get(number)
         if strand is None:
-            states = random_states()  # of the strand in place; fetching and moving samples draw other numbers
-            strand = self._strands[number] = self._make(number, self._batch.fetch)
-            restore_random_states(states)
+            with kept():  # for the strand in place; fetching and moving samples draw other numbers
+                strand = self._strands[number] = self._make(number, self._batch.fetch)
             self._held.add(number)
         self._place(strand)
         return strand
@@ -426,12 +425,11 @@ class ManualSteps:
         self._stepped.append(optimizer)
         strand.steps += 1
         strand.recording = self._strategy.results.exchange(self._outside)
-        states = random_states()  # of this strand; those of other strands have none of the step's numbers
-        seed_all(place_seed(self._strategy.seed, OPTIMIZER, self._batch.epoch, self._batch.step, place))
-        loop._on_before_step()
-        stepped = step(do_nothing_closure)
-        loop._on_after_step()
-        restore_random_states(states)
+        # The states of other strands have none of the step's numbers.
+        with seeded(self._strategy.seed, OPTIMIZER, self._batch.epoch, self._batch.step, place):
+            loop._on_before_step()
+            stepped = step(do_nothing_closure)
+            loop._on_after_step()
         self._strategy.results.exchange(strand.recording)
         return stepped if output is None else output
 

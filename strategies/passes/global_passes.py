@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -27,16 +27,13 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype, merge_calls
 from unicron_lightning.strategies.metrics.step_metrics import StepMetrics
-from unicron_lightning.strategies.passes.evaluation import active_evaluation
+from unicron_lightning.strategies.passes.evaluation import EVALUATION, active_evaluation
 from unicron_lightning.strategies.passes.script_loaders import evaluation_loops
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import unpack_parts
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
-
-VALIDATION: Final = 2
-"""Distinguishes the random state from that of training, at the same place."""
 
 
 class GlobalPasses(ABC):
@@ -152,7 +149,7 @@ class PassBatch:
         """Place of a micro-batch, which decides its random state."""
         if self.batch.ends is not None:  # which has numbers of its own in each global batch
             number += self.batch.step * self._strategy.shape.micro_batches
-        return VALIDATION, self.batch.epoch, self.loader, number
+        return EVALUATION, self.batch.epoch, self.loader, number
 
     def recording(self, data: Any) -> AbstractContextManager[list[LogCall]]:
         """Record the values that are logged for a micro-batch."""

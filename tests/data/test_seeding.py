@@ -45,6 +45,16 @@ def test_preserved_and_seeded_leave_the_state_as_it_was() -> None:
         assert draw() == inside
 
 
+def test_seeded_restores_the_state_within_preserved() -> None:
+    with preserved():
+        seed_all(1)
+        expected = draw()
+        seed_all(1)
+        with seeded(3, 0, 1):
+            draw()
+        assert draw() == expected
+
+
 def test_torch_is_seeded_as_by_its_own_function() -> None:
     with preserved():
         torch.manual_seed(2**40 + 7)

@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.order import DataOrder
-from unicron_lightning.data.seeding import random_states, restore_random_states
+from unicron_lightning.data.seeding import kept
 from unicron_lightning.data.stream_reader import SeenAs, StreamOpener, settings_of
 
 MakeLoader = Callable[[int, int, "int | None"], Any]
@@ -94,10 +94,9 @@ def loader_of_device(
     loader: DataLoader[Any], order: DataOrder, epoch: int, device: int, workers: int | None = None
 ) -> DataLoader[Any]:
     """Return a loader of a device's batches of data with an index."""
-    states = random_states()
     if order.num_micro_batches:
-        order.indices(*order.place(epoch, 0))  # a sampler of the user draws numbers, once in an epoch
-    restore_random_states(states)
+        with kept():
+            order.indices(*order.place(epoch, 0))  # a sampler of the user draws numbers, once in an epoch
     settings = settings_of(loader, device, order.devices, workers)
     settings["persistent_workers"] = loader.persistent_workers and settings["num_workers"] > 0
     batches = _Batches(order, epoch, device, single=loader.batch_sampler is None)

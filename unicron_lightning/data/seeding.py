@@ -30,6 +30,16 @@ def seed_all(value: int) -> None:
 
 
 @contextmanager
+def kept() -> Iterator[None]:
+    """Restore at the end the random state of the beginning, also within `preserved`."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        restore_random_states(states)
+
+
+@contextmanager
 def preserved() -> Iterator[None]:
     """Preserve the random state of Python, NumPy and torch (CPU and the present CUDA device).
 
@@ -39,18 +49,18 @@ def preserved() -> Iterator[None]:
     if _preserving:  # the outer use restores the state
         yield
         return
-    states, _preserving = random_states(), True
+    _preserving = True
     try:
-        yield
+        with kept():
+            yield
     finally:
         _preserving = False
-        restore_random_states(states)
 
 
 @contextmanager
 def seeded(seed: int, *place: int) -> Iterator[None]:
-    """Inside, the random state is that of the place; afterwards it is restored, within `preserved` by its end."""
-    with preserved():
+    """Inside, the random state is that of the place; afterwards it is restored."""
+    with kept():
         seed_all(place_seed(seed, *place))
         yield
 
