@@ -111,7 +111,8 @@ class Results(Protocol):
 class MicroBatches:
     """Runs the micro-batches of one step.
 
-    Random state depends on (seed, epoch, step, micro-batch) only, and the loss is divided by M.
+    Random state depends on (seed, epoch, step, micro-batch) only, and the loss is divided by
+    `StepShape.divisor`.
 
     Args:
         strategy: provides module, seed, device and precision.
@@ -159,14 +160,14 @@ class MicroBatches:
         data = strategy.to_device(batch)
         strategy.engine.fault("forward", strategy.engine.step, micro_batch, module)
         shape = strategy.shape.of(self._batch.epoch)
-        index = self._batch.step * shape.accumulation + micro_batch // shape.devices
+        index = shape.batch_index(self._batch.step, self._batch.place(micro_batch))
         self._effects.start_micro_batch()
         with strategy.results.recording(data) as calls, torch.enable_grad():
             with plugin.train_step_context():
                 output = module.training_step(data, index) if self._takes_index else module.training_step(data)
             loss = self._loss(output)
             if loss is not None:
-                scaled = loss / shape.micro_batches if counts else loss * 0.0
+                scaled = loss / shape.divisor(self._batch.in_full_step) if counts else loss * 0.0
                 if self._scaler is not None:
                     scaled = self._scaler.scale(scaled)
                 plugin.backward(scaled, module, strategy.optimizers[0])

@@ -255,7 +255,7 @@ class ManualSteps:
         activity.enter("compute", number)
         strategy.engine.fault("forward", strategy.engine.step, number, module)
         shape = strategy.shape
-        index = batch.step * shape.accumulation + number // shape.devices
+        index = shape.batch_index(batch.step, batch.place(number))
 
         def call() -> Any:
             seed_all(place_seed(strategy.seed, FORWARD, batch.epoch, batch.step, number))
@@ -391,7 +391,7 @@ class ManualSteps:
             strand.loss = loss.detach().reshape(())
         strand.stop(MeetingPlace(mask=tuple(parameter.requires_grad for parameter in self._parameters)))
         if strand.computes:
-            scaled = plugin.pre_backward(loss / self._strategy.shape.micro_batches, module)
+            scaled = plugin.pre_backward(loss / self._strategy.shape.divisor(self._batch.in_full_step), module)
             self._in_backward = True
             plugin.backward(scaled, module, None, *args, **kwargs)
             self._in_backward = False

@@ -86,7 +86,8 @@ class StageBatches:
         """Run those at some places together with the partners; see `replica.step.Call`."""
         numbers = self.places.numbers(micro_batches)
         if numbers:
-            self._grid.member.model.call(self.forward, numbers, last=last)
+            divisor = self._strategy.shape.divisor(self._batch.in_full_step)
+            self._grid.member.model.call(self.forward, numbers, divisor=divisor, last=last)
         for number in numbers:
             self._batch.finished(number)
 

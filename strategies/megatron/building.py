@@ -54,7 +54,6 @@ def build_shard(
         ddp,
         optimizer,
         replicas=grid.replicas,
-        micro_batches=micro_batches // grid.replicas,
         sequence_length=length,
         groups=current_groups(),
         redundancy=redundancy,

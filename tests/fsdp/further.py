@@ -1,4 +1,4 @@
-"""Several fits of a sharded model by one trainer, in one process."""
+"""Fits of a sharded model in one process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from torch.utils.data import TensorDataset
 
 from unicron_lightning import UnicronFSDPStrategy, UnicronStrategy
 from unicron_lightning.errors import ConfigError
@@ -15,6 +17,7 @@ from unicron_lightning.fsdp.mesh import local_shards
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from programs.several_fits import Net, data
+from programs.short_steps import Linear, fit
 
 
 def fitted(folder: Path, strategy: Any, fits: int) -> tuple[pl.Trainer, Net]:
@@ -50,3 +53,10 @@ def from_a_checkpoint(rank: int, world: int, folder: Path, *, evaluates: bool) -
     except ConfigError as error:
         return str(error)
     return None
+
+
+def short_step(rank: int, world: int, folder: Path) -> Any:
+    """Changes of a parameter in a step of eight samples and one of a single sample."""
+    module = Linear()
+    fit(module, TensorDataset(torch.full((9,), 2.0)), 8, 1, UnicronFSDPStrategy(shard_size=1))
+    return module.steps

@@ -1,4 +1,4 @@
-"""Several fits of a sharded model by one trainer; with kills: `strategies.test_several_fits`."""
+"""Fits of a sharded model by one trainer; with kills: `strategies.test_several_fits`."""
 
 from __future__ import annotations
 
@@ -20,3 +20,7 @@ def test_each_fit_continues_with_a_new_optimizer(worlds: Worlds, tmp_path: Path)
 def test_a_further_fit_from_a_checkpoint_is_refused(worlds: Worlds, tmp_path: Path, *, evaluates: bool) -> None:
     [error] = worlds.run("further:from_a_checkpoint", 1, tmp_path, evaluates=evaluates)
     assert error.startswith("a further trainer.fit after a checkpoint has been loaded (ckpt_path)")
+
+
+def test_gradient_of_the_last_step(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run("further:short_step", 1, tmp_path) == [[2.0, 2.0]]

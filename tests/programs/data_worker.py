@@ -104,8 +104,6 @@ def expected(kind: str, devices: int = DEVICES) -> list[float]:
         case "several":  # the first loader has 74 batches, in whole rounds and one of two; the second has ten
             rest = [7 + (number < 74 % 10) for number in range(10)]
             return counts + [float(EPOCHS * rest[sample // 6]) for sample in range(SECOND)]
-        case "scheduled" | "stream_scheduled":  # a sample of a smaller step has more weight
-            return [float(sum(ROUNDS / rounds for rounds in SCHEDULE.values()))] * SAMPLES
         case "max_size" | "stream_max_size":
             return counts + [float(EPOCHS)] * SECOND
         case "min_size" | "stream_min_size":  # a device's samples of the stream are those of the map-style data

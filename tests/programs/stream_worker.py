@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -167,13 +168,18 @@ class Counting(Evaluates):
         self.counts = nn.Embedding(size, 1, _weight=torch.zeros(size, 1))
         self.folder = folder
         self.paced = paced
+        self.divisor = math.nan
         if not list(folder.glob("died-*")):
             self.deaths = os.environ.get("STREAM_DEATHS", "").split()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        self.divisor = strategy.shape.of(self.current_epoch).divisor(batch.in_full_step)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.paced:
             time.sleep(PACE_SECONDS)
-        return self.counts(batch).sum()
+        return self.counts(batch).sum() * self.divisor
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.note("step", step=self.global_step, last=self.trainer.is_last_batch)
@@ -191,7 +197,7 @@ class Counting(Evaluates):
         return [round(-value, 4) for value in own.flatten().tolist()]
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=float(self.trainer.num_nodes * ROUNDS))
+        return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
 def main() -> None:

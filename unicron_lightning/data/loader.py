@@ -100,6 +100,10 @@ class GlobalBatch:
         """A copy is a batch of this rank's samples."""
         return _same, (self.own(),)
 
+    def place(self, number: int) -> int:
+        """Return the number that a micro-batch would have in a full step."""
+        return self.in_full_step[self.micro_batches.index(number)]
+
     def num_samples(self) -> int:
         """Number of data set items in the whole step, over all ranks."""
         return sum(self.count(micro_batch) for micro_batch in self.micro_batches)

@@ -60,6 +60,23 @@ class StepShape:
         """Number of steps of so many batches for each device."""
         return -(-batches // self.accumulation)
 
+    def divisor(self, places: Sequence[int]) -> float:
+        """Number by which the loss of each micro-batch of a step is divided before its backward: M in a full step.
+
+        A step at the end of the data may have fewer. Under Lightning's ddp, each round there is divided by the
+        accumulation, and repeated samples complete the last one: the gradient is the mean over the step's micro-batches
+        times rounds / accumulation.
+
+        Args:
+            places: numbers of the step's micro-batches in a full step, ``round x devices + device``; not empty.
+        """
+        rounds = len({place // self.devices for place in places})
+        return len(places) * self.accumulation / rounds
+
+    def batch_index(self, step: int, place: int) -> int:
+        """Lightning's index of a device's batch in the epoch, for the micro-batch at a place of a step."""
+        return step * self.accumulation + place // self.devices
+
 
 class DataOrder:
     """Order and division of one data loader's samples.

@@ -34,7 +34,6 @@ class ShardModel:
         ddp_config: of Megatron's data parallelism.
         optimizer_config: of its optimizer.
         replicas: declared.
-        micro_batches: of a declared replica's share.
         sequence_length: of the tensors that pipeline stages exchange.
         groups: the groups that it was built with, by role.
         redundancy: of the optimizer's shards; None if each replica has the whole state (no distributed optimizer).
@@ -53,7 +52,6 @@ class ShardModel:
         optimizer_config: OptimizerConfig,
         *,
         replicas: int,
-        micro_batches: int,
         sequence_length: int,
         groups: Groups,
         redundancy: Redundancy | None = None,
@@ -73,7 +71,7 @@ class ShardModel:
             self.keeper = ShardKeeper(optimizer, self.gradients, redundancy)
         self.before_update: Callable[[], None] = lambda: None
         self.grad_norm = 0.0
-        self._share = micro_batches
+        self._replicas = replicas
         self._sequence_length = sequence_length
         self.micro_batch_size = 1
         self._groups = groups
@@ -95,12 +93,13 @@ class ShardModel:
         self.gradients.recover()
         self.optimizer.zero_grad()  # after finalization `grad` is `main_grad`, and backward would add to it twice
 
-    def call(self, forward: ForwardStep, micro_batches: Sequence[int], *, last: bool) -> None:
+    def call(self, forward: ForwardStep, micro_batches: Sequence[int], *, divisor: float, last: bool) -> None:
         """Run forward and backward of some micro-batches by Megatron's schedule; gradients accumulate.
 
-        Each micro-batch counts as 1/share of a replica's mean, however many are run in the call.
+        Each micro-batch's loss is divided by ``divisor`` in the sum over the declared replicas, however many are run in
+        the call.
         """
-        factor = len(micro_batches) / self._share
+        factor = len(micro_batches) * self._replicas / divisor
 
         def step(numbers: Any, _: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             output, loss = forward(next(numbers))
