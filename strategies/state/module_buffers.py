@@ -6,6 +6,7 @@ micro-batch per rank this equals DDP, but it does not depend on the rank that co
 
 Frozen parameters that a module changes in its forward are treated in the same way: a momentum encoder would otherwise
 move once for each micro-batch of its rank. They are followed if they are no larger than the trained ones together.
+Which ones are frozen is examined in each step. A parameter has the same number in all steps and on all ranks.
 
 A change is noticed by the tensor's version or storage. Writes through ``.data``, NumPy or a foreign kernel change
 neither. Therefore small buffers are restored after each micro-batch and compared by value in each step, and large ones
@@ -59,9 +60,19 @@ class _Place:
 
     @classmethod
     def of(cls, holder: dict[str, Any], name: str, tensor: Tensor) -> _Place:
-        """Take the present value as the step's."""
-        base, version, storage = tensor.detach().clone(), tensor._version, tensor.data_ptr()
-        return cls(holder=holder, name=name, tensor=tensor, base=base, version=version, storage=storage)
+        """Return the place of a tensor, without a copy of its value."""
+        version, storage = tensor._version, tensor.data_ptr()
+        return cls(holder=holder, name=name, tensor=tensor, base=tensor.detach(), version=version, storage=storage)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the place has a parameter that needs no gradient."""
+        now = self.now
+        return isinstance(now, nn.Parameter) and not now.requires_grad
+
+    def forget(self) -> None:
+        """Free the copy of the step's value."""
+        self.base = self.tensor.detach()
 
     @property
     def now(self) -> Tensor | None:
@@ -117,8 +128,11 @@ class ModuleBuffers:
     """
 
     def __init__(self, module: nn.Module, *, frozen: bool = False) -> None:
-        self._places = [_Place.of(*found) for found in (*_buffers(module), *(_frozen(module) if frozen else ()))]
-        self._small = _smallest(self._places)
+        self._buffers = [_Place.of(*found) for found in _buffers(module)]
+        self._parameters = [_Place.of(*found) for found in _parameters(module)] if frozen else []
+        self._places: dict[int, _Place] = {}
+        """The places that are followed, by number; those of parameters follow those of buffers."""
+        self._small: frozenset[int] = frozenset()
         self._compared: list[_Place] = []
         """Places of `_small` that the members do not know to change."""
         self._made: dict[int, Tensor] = {}
@@ -129,6 +143,7 @@ class ModuleBuffers:
         self._packed: list[_Packed] = []
         self._changed: set[int] = set()
         self.values: dict[int, Tensor] = {}
+        self._follow()
 
     @property
     def changed(self) -> set[int]:
@@ -147,10 +162,11 @@ class ModuleBuffers:
             first: number of its first micro-batch.
             carried: buffers that the members know to change, by number.
         """
-        self._first, self._carried = first, tuple(carried)
+        self._follow()
+        self._first, self._carried = first, tuple(index for index in carried if index in self._places)
         self._changed, self.values, self._made = set(), {}, {}
         self._compared = [self._places[index] for index in self._small if index not in self._carried]
-        for index, place in enumerate(self._places):
+        for index, place in self._places.items():
             if index in self._carried or place.touched():
                 place.refresh()
             elif isinstance(place.tensor, nn.Parameter) and self._count >= LOOKS and index not in self._small:
@@ -166,7 +182,7 @@ class ModuleBuffers:
     def start_micro_batch(self) -> None:
         """Compare the values before a micro-batch, at intervals."""
         if self._looks():
-            for place in self._places:
+            for place in self._places.values():
                 if place.kept:
                     place.refresh()
 
@@ -174,7 +190,7 @@ class ModuleBuffers:
         """Keep the buffers made by the first micro-batch, and restore the step's."""
         looks = self._looks()
         self._count += 1
-        for index, place in enumerate(self._places):
+        for index, place in self._places.items():
             now = place.now
             if now is None:
                 continue
@@ -196,7 +212,7 @@ class ModuleBuffers:
         Graphs of paused micro-batches may have the buffers, so their versions stay the same.
         """
         held = {}
-        for index, place in enumerate(self._places):
+        for index, place in self._places.items():
             now = place.now
             if now is not None and place.kept and not _same(now, place.base):
                 held[index] = now.detach().clone()
@@ -212,7 +228,7 @@ class ModuleBuffers:
     def restore(self) -> list[str]:
         """Restore the step's buffers after an exception in a micro-batch; return names of those that had changed."""
         restored = []
-        for index, place in enumerate(self._places):
+        for index, place in self._places.items():
             if place.touched() or index in self._carried:
                 restored.append(place.name)
                 place.set(place.base)
@@ -236,6 +252,25 @@ class ModuleBuffers:
             if place.tensor.is_complex() and not value.is_complex():
                 value = torch.view_as_complex(value.view(-1, 2))
             place.set(value.to(place.tensor.dtype).view_as(place.tensor))
+
+    def _follow(self) -> None:
+        """Follow the buffers, and the parameters that are frozen at present."""
+        frozen = {index: place for index, place in enumerate(self._parameters, len(self._buffers)) if place.frozen}
+        trained = sum(
+            p.tensor.nbytes for index, p in enumerate(self._parameters, len(self._buffers)) if index not in frozen
+        )
+        if sum(place.tensor.nbytes for place in frozen.values()) > trained:
+            frozen = {}
+        places = dict(enumerate(self._buffers)) | frozen
+        if places.keys() == self._places.keys() and self._places:
+            return
+        for index, place in self._places.items():
+            if index not in places:
+                place.forget()
+        for index, place in places.items():
+            if index not in self._places:
+                place.refresh()
+        self._places, self._small = places, _smallest(places)
 
     def _copy_small(self, *, back: bool) -> None:
         """Copy the values of `_compared` between the module and the step's start, in one call."""
@@ -351,21 +386,21 @@ def _buffers(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
                 yield owner._buffers, name, tensor
 
 
-def _frozen(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Return the frozen parameters once each; none if they are larger than the trained ones together."""
-    found: dict[int, tuple[dict[str, Any], str, Tensor]] = {}
+def _parameters(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield the parameters once each, in the module's order."""
+    seen: set[int] = set()
     for owner in module.modules():
-        own = {name: p for name, p in owner._parameters.items() if p is not None and not is_lazy(p)}
-        found.update({id(p): (owner._parameters, name, p) for name, p in own.items()})
-    frozen = [each for each in found.values() if not each[2].requires_grad]
-    trained = sum(p.nbytes for _, _, p in found.values() if p.requires_grad)
-    return frozen if sum(p.nbytes for _, _, p in frozen) <= trained else []
+        parameters: dict[str, Any] = owner._parameters
+        for name, parameter in parameters.items():
+            if parameter is not None and not is_lazy(parameter) and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield owner._parameters, name, parameter
 
 
-def _smallest(places: Sequence[_Place]) -> frozenset[int]:
+def _smallest(places: Mapping[int, _Place]) -> frozenset[int]:
     """Return the numbers of the smallest places, with `SMALL_BYTES` together."""
     found, total = [], 0
-    for index in sorted(range(len(places)), key=lambda each: places[each].base.nbytes):
+    for index in sorted(places, key=lambda each: places[each].base.nbytes):
         total += places[index].base.nbytes
         if total > SMALL_BYTES:
             break

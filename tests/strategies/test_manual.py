@@ -45,7 +45,31 @@ def without_norm(module: Any) -> Any:
     return module
 
 
-@pytest.mark.parametrize("kind", [Gan, Plain, Critic, Accumulating])
+class Unfreezing(pl.LightningModule):
+    """Steps its optimizer twice in a batch; a layer is frozen when the fit begins, and trained from epoch 1 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.net[2].requires_grad_(False)  # smaller than what is trained, and so followed
+
+    def on_train_epoch_start(self) -> None:
+        self.net[2].requires_grad_(self.current_epoch > 0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for target in (1.0, 2.0):
+            optimizer.zero_grad()
+            self.manual_backward((self.net(batch[0]) - target).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", [Gan, Plain, Critic, Accumulating, Unfreezing])
 def test_equal_to_one_large_batch(tmp_path: Path, kind: type[pl.LightningModule]) -> None:
     data = loader()
     sampler = DistributedSampler(data.dataset, 1, 0, seed=3)  # the order of ddp
@@ -56,7 +80,7 @@ def test_equal_to_one_large_batch(tmp_path: Path, kind: type[pl.LightningModule]
     assert found.global_step == expected.global_step > 0
     for (name, one), other in zip(mine.named_parameters(), plain.parameters(), strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6), name
-        assert one.requires_grad
+        assert one.requires_grad and one.is_leaf
     for name, value in expected.callback_metrics.items():
         if not name.endswith("_step"):
             assert float(found.callback_metrics[name]) == pytest.approx(float(value), rel=1e-4), name
