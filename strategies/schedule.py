@@ -1,6 +1,7 @@
-"""A global batch that changes by a schedule of epochs: Lightning's ``GradientAccumulationScheduler``.
+"""Epochs with different steps: by Lightning's ``GradientAccumulationScheduler``, or by a batch sampler of the user.
 
-The rounds of a step are a function of the epoch (`StepShape.of`), so no failure, join or resume changes them. Lightning
+The rounds of a step are a function of the epoch (`StepShape.of`), so no failure, join or resume changes them; so is the
+number of batches, if the sampler's order depends on the epoch alone. Lightning
 counts steps, and has to know their number when an epoch begins: before its hooks, its iteration and its first batch.
 """
 
@@ -89,7 +90,7 @@ class Schedule:
     def attend(
         self, trainer: pl.Trainer, loader: StepLoader | CombinedSteps, shape: StepShape, sampled: InPlace
     ) -> None:
-        """Follow the epochs of training data, if its steps change.
+        """Follow the epochs of training data, if its steps or their number change.
 
         Args:
             trainer: iterates over it.
@@ -97,7 +98,7 @@ class Schedule:
             shape: of the steps.
             sampled: a loader on whose sampler Lightning sets the epoch.
         """
-        if shape.schedule:
+        if shape.schedule or (isinstance(loader, StepLoader) and loader.varies):
             if self.val_check_interval is not None:  # Lightning compares it with the length of this data epoch
                 epoch: Any = trainer.fit_loop.epoch_progress.current
                 trainer.val_check_interval = shape.of(epoch.processed).steps(self.val_check_interval)

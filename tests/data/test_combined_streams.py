@@ -217,7 +217,7 @@ def test_numbers_of_combined_batches() -> None:
     for mode, size in (("min_size", 4), ("max_size", 6), ("max_size_cycle", 6)):
         whole = Combination(mode=mode, sizes=(6, 4), most=math.inf)
         order = CombinedOrder(orders, whole, StepShape(devices=DEVICES, accumulation=2))
-        assert order.num_micro_batches == whole.num_micro_batches == size
+        assert order.num_micro_batches(0) == whole.num_micro_batches == size
         assert Combination(mode=mode, sizes=(6, 4), most=3).num_micro_batches == 3
         places = [order.place(1, number) for number in range(size)]
         assert all(one < other for one, other in pairwise(places)) and places[4:5] in ([], [(1, 1, 0)])

@@ -123,7 +123,9 @@ def test_chunks_are_dealt_out_to_devices(name: str, tmp_path: Path) -> None:
     library = importlib.import_module(libraries.MAKERS[name][0])
     loader = as_loader(library.StreamingDataLoader(dataset, batch_size=2), SHAPE.devices)
     order = DataOrder(loader, SHAPE, 0)
-    epochs = [[order.indices(*order.place(epoch, n)) for n in range(order.num_micro_batches)] for epoch in range(2)]
+    epochs = [
+        [order.indices(*order.place(epoch, n)) for n in range(order.num_micro_batches(epoch))] for epoch in range(2)
+    ]
     for batches in epochs:
         assert sorted(number for batch in batches for number in batch) == list(range(SAMPLES))
         by_device = [[number for batch in batches[device::3] for number in batch] for device in range(3)]

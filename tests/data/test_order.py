@@ -40,7 +40,10 @@ def order_of(loader: DataLoader[Any], devices: int = 1, accumulation: int = 1, s
 
 def epoch_of(order: DataOrder, epoch: int) -> list[list[list[int]]]:
     """Return samples by step and micro-batch."""
-    return [[order.indices(epoch, step, m) for m in order.micro_batches(step)] for step in range(order.num_steps())]
+    return [
+        [order.indices(epoch, step, m) for m in order.micro_batches(step, epoch)]
+        for step in range(order.num_steps(epoch))
+    ]
 
 
 def flat(steps: list[list[list[int]]]) -> list[int]:
@@ -76,7 +79,7 @@ def test_every_sample_once_whatever_divides(size: int, devices: int, accumulatio
         assert sorted(flat(steps)) == list(range(size))
         assert all(micro_batch for step in steps for micro_batch in step), "no empty micro-batch"
         assert all(len(step) == devices * accumulation for step in steps[:-1])
-        assert sum(map(len, steps)) == order.num_micro_batches
+        assert sum(map(len, steps)) == order.num_micro_batches(0)
 
 
 @pytest.mark.parametrize("size", [11, 12, 40, 47])

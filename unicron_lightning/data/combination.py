@@ -15,6 +15,7 @@ from typing import Any
 
 from unicron_lightning.data.fetch import Place
 from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +62,15 @@ class CombinedOrder:
 
     Attributes:
         shape: of the steps.
-        num_micro_batches: of an epoch.
+        varies: False, as all epochs have the same number of micro-batches.
     """
+
+    varies = False
 
     def __init__(self, orders: Sequence[DataOrder], combination: Combination, shape: StepShape) -> None:
         self._orders = orders
         self._combination = combination
         self.shape = shape
-        self.num_micro_batches = combination.num_micro_batches
 
     @property
     def devices(self) -> int:
@@ -79,14 +81,29 @@ class CombinedOrder:
         """The place of a micro-batch that is counted from the start of the epoch."""
         return epoch, *divmod(number, self.shape.of(epoch).micro_batches)
 
-    def num_steps(self, epoch: int = 0) -> int:
-        """Optimizer steps of an epoch."""
-        return math.ceil(self.num_micro_batches / self.shape.of(epoch).micro_batches)
+    def num_micro_batches(self, epoch: int) -> int:
+        """Micro-batches of an epoch.
 
-    def micro_batches(self, step: int, epoch: int = 0) -> range:
+        Raises:
+            ConfigError: a loader has another number of batches than in the first epoch.
+        """
+        for loader, order in enumerate(self._orders):
+            found, first = order.num_micro_batches(epoch), self._combination.sizes[loader]
+            if found != first:
+                raise ConfigError(
+                    f"the batch sampler of loader {loader} yields {found} batches in epoch {epoch} and {first} in the "
+                    "first one: of several loaders that are read at once, each has the same number in all epochs"
+                )
+        return self._combination.num_micro_batches
+
+    def num_steps(self, epoch: int) -> int:
+        """Optimizer steps of an epoch."""
+        return math.ceil(self.num_micro_batches(epoch) / self.shape.of(epoch).micro_batches)
+
+    def micro_batches(self, step: int, epoch: int) -> range:
         """Return the numbers of a step's micro-batches."""
         most = self.shape.of(epoch).micro_batches
-        return range(max(0, min(most, self.num_micro_batches - step * most)))
+        return range(max(0, min(most, self.num_micro_batches(epoch) - step * most)))
 
     def indices(self, epoch: int, step: int, micro_batch: int) -> list[Any]:
         """Return pairs of loader and data set index."""

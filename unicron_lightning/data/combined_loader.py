@@ -49,7 +49,7 @@ class PartLoader(InPlace):
     def rounds(self) -> float:
         """Number of batches of the first device; `math.inf` if it is known only at the end."""
         if self.order is not None:
-            return math.ceil(self.order.num_micro_batches / self.order.devices)
+            return math.ceil(self.order.num_micro_batches(0) / self.order.devices)
         length = sized_len(self._loader) if self._once else None
         return math.inf if length is None else length
 
@@ -123,7 +123,7 @@ class Combined(CombinedLoader):
     def order(self, most: float = math.inf) -> CombinedOrder:
         """Return the order of samples, if no loader is a stream; ``most`` limits the batches of a device."""
         orders = [part.order for part in self.parts if part.order is not None]
-        sizes = tuple(order.num_micro_batches for order in orders)
+        sizes = tuple(order.num_micro_batches(0) for order in orders)
         combination = Combination(mode=self._mode, sizes=sizes, most=most * self._shape.devices)
         return CombinedOrder(orders, combination, self._shape)
 

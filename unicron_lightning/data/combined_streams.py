@@ -94,8 +94,8 @@ def loader_of_device(
     loader: DataLoader[Any], order: DataOrder, epoch: int, device: int, workers: int | None = None
 ) -> DataLoader[Any]:
     """Return a loader of a device's batches of data with an index."""
-    if order.num_micro_batches:
-        with kept():
+    with kept():
+        if order.num_micro_batches(epoch):
             order.indices(*order.place(epoch, 0))  # a sampler of the user draws numbers, once in an epoch
     settings = settings_of(loader, device, order.devices, workers)
     settings["persistent_workers"] = loader.persistent_workers and settings["num_workers"] > 0
@@ -117,7 +117,7 @@ class _Batches:
 
     def __init__(self, order: DataOrder, epoch: int, device: int, *, single: bool) -> None:
         self._order, self._epoch, self._single = order, epoch, single
-        self._numbers = range(device, order.num_micro_batches, order.devices)
+        self._numbers = range(device, order.num_micro_batches(epoch), order.devices)
 
     def __len__(self) -> int:
         return len(self._numbers)

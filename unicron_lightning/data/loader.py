@@ -202,7 +202,13 @@ def _same(value: Any) -> Any:
 
 
 class StepLoader(InPlace):
-    """Base of the loaders that yield the `GlobalBatch` es of an epoch in training."""
+    """Base of the loaders that yield the `GlobalBatch` es of an epoch in training.
+
+    Attributes:
+        varies: whether epochs may have different numbers of steps, known when they begin.
+    """
+
+    varies = False
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         self.taken()
@@ -228,10 +234,14 @@ class Numbered(Protocol):
     def shape(self) -> StepShape:
         """Composition of the steps."""
 
-    def num_steps(self, epoch: int = 0) -> int:
+    @property
+    def varies(self) -> bool:
+        """Whether epochs may have different numbers of micro-batches."""
+
+    def num_steps(self, epoch: int) -> int:
         """Optimizer steps of an epoch."""
 
-    def micro_batches(self, step: int, epoch: int = 0) -> range:
+    def micro_batches(self, step: int, epoch: int) -> range:
         """Return the numbers of a step's micro-batches."""
 
     def indices(self, epoch: int, step: int, micro_batch: int) -> list[Any]:
@@ -266,6 +276,7 @@ class IndexedSteps:
         shape: composition of the steps.
         position: as above.
         fetcher: fetches the micro-batches; set before the first step.
+        last: number of steps in the last epoch that was asked for.
     """
 
     fetcher: Fetches
@@ -280,6 +291,7 @@ class IndexedSteps:
         ended: Callable[[], None] = lambda: None,
     ) -> None:
         self.shape = order.shape
+        self.last = 0
         self.position = position
         self._order = order
         self._limit = limit
@@ -290,7 +302,8 @@ class IndexedSteps:
     def number(self, epoch: int) -> int:
         """Return the number of steps in an epoch."""
         steps = self._order.num_steps(epoch)
-        return steps if self._limit is None else min(steps, self.shape.of(epoch).steps(self._limit))
+        self.last = steps if self._limit is None else min(steps, self.shape.of(epoch).steps(self._limit))
+        return self.last
 
     def epoch(self) -> Iterator[GlobalBatch]:
         """Yield the rest of the present epoch."""
@@ -319,7 +332,7 @@ class IndexedSteps:
 
     def samples(self, step: int) -> list[list[Any]]:
         """Return the data set indices of the micro-batches of a step of the first epoch."""
-        return [self._order.indices(0, step, number) for number in self._order.micro_batches(step)]
+        return [self._order.indices(0, step, number) for number in self._order.micro_batches(step, 0)]
 
     def ahead(self, start: Place) -> Iterator[Place]:
         """Yield the places that this rank expects to need from ``start`` on, in order."""
@@ -344,12 +357,19 @@ class TrainingLoader(StepLoader):
 
     def __init__(self, loader: DataLoader[Any], order: DataOrder, seed: int, steps: IndexedSteps) -> None:
         super().__init__(loader)
+        self.varies = order.varies
         self.steps = steps
+        self._length: int | None = None
+        """Once the run is over, when Lightning's counters are past its last epoch: the length in that epoch."""
         steps.fetcher = self._fetcher = Fetcher(loader, order, seed, steps.ahead)
 
     def __len__(self) -> int:
         self.taken()
-        return self.steps.number(self.steps.position()[0])
+        return self.steps.number(self.steps.position()[0]) if self._length is None else self._length
+
+    def close(self) -> None:
+        super().close()
+        self._length = self.steps.last
 
     def _epoch(self) -> Iterator[GlobalBatch]:
         return self.steps.epoch()

@@ -89,7 +89,7 @@ class DataOrder:
 
     Attributes:
         shape: of the steps.
-        num_micro_batches: of an epoch.
+        varies: whether epochs may have different numbers of micro-batches: a batch sampler of the user decides.
 
     Raises:
         ConfigError: the sampler has no length.
@@ -114,7 +114,7 @@ class DataOrder:
             self._drop_last = batch_sampler.drop_last
         if isinstance(self._sampler, DistributedSampler):
             self._sampler = _whole(self._sampler)
-        self.num_micro_batches = self._count()
+        self.varies = self._own_batches and not isinstance(batch_sampler, list | tuple)
 
     @property
     def devices(self) -> int:
@@ -125,30 +125,34 @@ class DataOrder:
         """The place of a micro-batch that is counted from the start of the epoch."""
         return epoch, *divmod(number, self.shape.of(epoch).micro_batches)
 
-    def num_steps(self, epoch: int = 0) -> int:
-        """Optimizer steps of an epoch."""
-        return math.ceil(self.num_micro_batches / self.shape.of(epoch).micro_batches)
-
-    def micro_batches(self, step: int, epoch: int = 0) -> range:
-        """Numbers of the micro-batches within step ``step`` of an epoch: fewer than M only in the last step."""
-        most = self.shape.of(epoch).micro_batches
-        return range(max(0, min(most, self.num_micro_batches - step * most)))
-
-    def indices(self, epoch: int, step: int, micro_batch: int) -> list[int]:
-        """The data set indices of a micro-batch."""
-        if epoch != self._epoch:
-            self._cut = self._order_of(epoch)
-            self._epoch = epoch
-        return self._cut[step * self.shape.of(epoch).micro_batches + micro_batch]
-
-    def _count(self) -> int:
+    def num_micro_batches(self, epoch: int) -> int:
+        """Micro-batches of an epoch."""
         if self._own_batches:
-            return len(self._batches)  # type: ignore[arg-type]
+            return len(self._batches_of(epoch))
         size, per_round = len(self._sampler), self._batch_size * self.shape.devices
         if self._drop_last:
             return size // per_round * self.shape.devices
         full, rest = divmod(size, per_round)
         return full * self.shape.devices + min(rest, self.shape.devices)
+
+    def num_steps(self, epoch: int) -> int:
+        """Optimizer steps of an epoch."""
+        return math.ceil(self.num_micro_batches(epoch) / self.shape.of(epoch).micro_batches)
+
+    def micro_batches(self, step: int, epoch: int) -> range:
+        """Numbers of the micro-batches within step ``step`` of an epoch: fewer than M only in the last step."""
+        most = self.shape.of(epoch).micro_batches
+        return range(max(0, min(most, self.num_micro_batches(epoch) - step * most)))
+
+    def indices(self, epoch: int, step: int, micro_batch: int) -> list[int]:
+        """The data set indices of a micro-batch."""
+        return self._batches_of(epoch)[step * self.shape.of(epoch).micro_batches + micro_batch]
+
+    def _batches_of(self, epoch: int) -> Sequence[list[int]]:
+        if epoch != self._epoch:
+            self._cut = self._order_of(epoch)
+            self._epoch = epoch
+        return self._cut
 
     def _order_of(self, epoch: int) -> Sequence[list[int]]:
         if self._own_batches:
@@ -167,9 +171,9 @@ class DataOrder:
             with self._fixed(self._sampler, epoch):
                 items = list(self._sampler)
             if not all(isinstance(item, int) for item in items):
-                return _Cut(items, self._batch_size, self.shape.devices, self.num_micro_batches)
+                return _Cut(items, self._batch_size, self.shape.devices, self.num_micro_batches(epoch))
             order = torch.tensor(items)
-        return _Cut(order, self._batch_size, self.shape.devices, self.num_micro_batches)
+        return _Cut(order, self._batch_size, self.shape.devices, self.num_micro_batches(epoch))
 
     def _is_permutation(self) -> bool:
         """Whether the order is `DistributedSampler`'s of (seed, epoch)."""

@@ -76,11 +76,11 @@ class IndexedBatches:
         self._fetcher = fetcher(self._ahead)
 
     def rounds(self) -> int:
-        return self._order.num_steps()
+        return self._order.num_steps(self._epoch)
 
     def begin(self, epoch: int, most: float) -> None:
         self._epoch = epoch
-        self.number = int(min(self._order.num_micro_batches, most * self._order.devices))
+        self.number = int(min(self._order.num_micro_batches(epoch), most * self._order.devices))
 
     def todo(self, reports: ReportSum, rank: int, finished: set[int]) -> list[int]:
         self.expect(plan_evaluation(self.number, reports, rank, finished))
@@ -218,18 +218,16 @@ class PassLoader(InPlace):
         super().__init__(loader)
         self.iterates: Callable[[], None] = lambda: None
         self._shape = shape
-        self._order = order = DataOrder(loader, StepShape(devices=shape.devices, accumulation=1), seed)
-        self._whole = order.num_micro_batches
-        if most is not None:
-            self._whole = min(self._whole, most * shape.devices)
-        self._num_batches = self._whole
+        self._order = DataOrder(loader, StepShape(devices=shape.devices, accumulation=1), seed)
+        self._most = math.inf if most is None else most * shape.devices
+        self._num_batches = 0
         self._limit = limit
         self._epoch = epoch
         self._share = share
         self._fetcher = Fetcher(loader, self._order, seed, self._ahead)
 
     def __len__(self) -> int:
-        return math.ceil(self._whole / self._shape.micro_batches)
+        return math.ceil(self._whole(self._epoch()) / self._shape.micro_batches)
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         self.iterates()
@@ -238,7 +236,7 @@ class PassLoader(InPlace):
     def _pass(self) -> Iterator[GlobalBatch]:
         self._fetcher.end_epoch()
         epoch = self._epoch()
-        self._num_batches = int(min(self._whole, self._limit() * self._shape.devices))
+        self._num_batches = int(min(self._whole(epoch), self._limit() * self._shape.devices))
         for place, numbers in enumerate(self._parts()):
             yield GlobalBatch(
                 epoch,
@@ -252,6 +250,10 @@ class PassLoader(InPlace):
     def end(self) -> None:
         """End the pass."""
         self._fetcher.end_epoch()
+
+    def _whole(self, epoch: int) -> int:
+        """Number of batches of a pass by the data and the limit."""
+        return int(min(self._order.num_micro_batches(epoch), self._most))
 
     def _parts(self) -> Iterator[range]:
         size = self._shape.micro_batches
