@@ -257,7 +257,8 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        self.parallelism.set_up_optimizers(trainer, super().setup_optimizers)
+        with self.loaders.estimating(trainer):
+            self.parallelism.set_up_optimizers(trainer, super().setup_optimizers)
 
     @override
     def on_train_start(self) -> None:

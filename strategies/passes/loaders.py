@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
@@ -201,6 +201,34 @@ class Loaders:
         stream = loader.stream if isinstance(loader, CombinedSteps) else loader
         if isinstance(stream, StreamLoader) and stream.is_last(batch):
             trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+
+    @contextmanager
+    def estimating(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Inside, `estimated_stepping_batches` counts the expected steps of a stream that states its length.
+
+        Afterwards the loop has no number of steps again, as the length may be wrong, and each sample is to be used.
+        """
+        loop: Any = trainer.fit_loop
+        set_up, known = loop.setup_data, []
+
+        def estimate() -> None:
+            made = self.training
+            if isinstance(made, StreamLoader) and not isinstance(made, SingleReading):
+                known.append(loop.max_batches)
+                loop.max_batches = min(loop.max_batches, made.expected_steps())
+
+        def set_up_and_estimate() -> None:
+            set_up()
+            estimate()
+
+        loop.setup_data = set_up_and_estimate
+        estimate()
+        try:
+            yield
+        finally:
+            del loop.setup_data
+            if known:
+                loop.max_batches = known[-1]
 
     def predicting(self) -> AbstractContextManager[None]:
         """Return a context with the random state of the present batch of a prediction."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -63,6 +64,11 @@ class StreamLoader(StepLoader):
         self._reading = reading
         self._checked = False
         self._iterates = False
+
+    def expected_steps(self) -> float:
+        """Return the expected steps of an epoch, by the length that the data states and the limit; `math.inf` by none."""
+        numbers = [number for number in (self._most, self._fetcher.expected()) if number is not None]
+        return self._shape.of(self._position()[0]).steps(min(numbers)) if numbers else math.inf
 
     def __len__(self) -> int:
         """Number of steps by the limit. Before an iteration, Lightning asks for a length without limits: none."""

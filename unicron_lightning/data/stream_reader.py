@@ -174,6 +174,15 @@ class StreamOpener:
         """Return the number of batches of a stream; None if it is known only at the end, as that of several devices."""
         return sized_len(self.loader) if self.once else None
 
+    def expected(self) -> int | None:
+        """Return the number of batches of the longest stream, if the data states it: nothing relies on that."""
+        lengths: list[int | None] = []
+        for device in range(self._devices):
+            with self._seen_as(device):
+                lengths.append(sized_len(self.loader))
+        known = [length for length in lengths if length is not None]
+        return max(known) if len(known) == len(lengths) else None
+
     def check(self) -> Any:
         """Return the first batch of the first stream, after reading it twice at the same time; None if there is none.
 

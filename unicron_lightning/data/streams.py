@@ -208,6 +208,10 @@ class Streams:
     def _warn(self, reason: str) -> None:
         logger.warning("stream_states_unused dataset=%s reason=%s", self._opener.name, reason)
 
+    def expected(self) -> int | None:
+        """Return the number of batches of the longest stream, if the data states it."""
+        return self._opener.expected()
+
     @property
     def _start(self) -> int:
         """Number of the step's first batch in each stream."""
