@@ -66,7 +66,7 @@ class StreamLoader(StepLoader):
         self._iterates = False
 
     def expected_steps(self) -> float:
-        """Return the expected steps of an epoch, by the length that the data states and the limit; `math.inf` by none."""
+        """Return the steps of an epoch that stated length and limit let expect; `math.inf` without any."""
         numbers = [number for number in (self._most, self._fetcher.expected()) if number is not None]
         return self._shape.of(self._position()[0]).steps(min(numbers)) if numbers else math.inf
 
