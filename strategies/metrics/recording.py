@@ -317,7 +317,7 @@ def _options(meta: Any) -> list[Any]:
 
 
 def _reduction_name(function: Any) -> str:
-    name = function if isinstance(function, str) else getattr(function, "__name__", str(function))
+    name = function.lower() if isinstance(function, str) else getattr(function, "__name__", str(function))
     name = {"avg": "mean", "amax": "max", "amin": "min"}.get(name, name)
     if name not in ("mean", "sum", "min", "max"):
         raise MisconfigurationException(

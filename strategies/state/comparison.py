@@ -141,8 +141,9 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__qualname__}({'; '.join(_text(group) for group in groups)})"
 
 
-def _text(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in sorted(_plain(values)))
+def _text(values: Mapping[str, Any] | None) -> str:
+    """Return a text of a state; a scheduler may have none."""
+    return "" if values is None else ", ".join(f"{key}={value}" for key, value in sorted(_plain(values)))
 
 
 def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -78,6 +78,7 @@ def recorded(**settings: Any) -> LogCall:
         ({"batch_size": 3}, "mean", 3),
         ({"reduce_fx": torch.sum}, "sum", 1),
         ({"reduce_fx": "max"}, "max", 1),
+        ({"reduce_fx": "MAX"}, "max", 1),
         ({"reduce_fx": min}, "min", 1),
         ({"on_step": True, "on_epoch": False}, "mean", 1),
     ],

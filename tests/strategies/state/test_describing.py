@@ -73,6 +73,12 @@ def test_a_model_or_setting_that_differs_is_named(trainer: Any, names: list[str]
     assert differing(model_of(Trainer(Model())), model_of(trainer())) == names
 
 
+def test_a_scheduler_without_a_state_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(Model())
+    monkeypatch.setattr(trainer.lr_scheduler_configs[0].scheduler, "state_dict", lambda: None)
+    assert "()" in model_of(trainer)["scheduler"]
+
+
 def test_another_seed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
     one = model_of(Trainer(Model()))

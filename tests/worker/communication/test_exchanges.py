@@ -106,6 +106,14 @@ def test_types(dtype: torch.dtype) -> None:
         assert all(tensor.tolist() == [10] * 10 for tensor in tensors)
 
 
+def test_ranks_have_the_same_bits_of_nan() -> None:
+    """Each rank has a NaN of its own: a processor returns that of the first number."""
+    for make in (GatheredSum, PairwiseSum, RingSum):
+        bits = [torch.full((40,), 0x7FC00000 + r, dtype=torch.int32) for r in range(4)]
+        Network([make(each.view(torch.float32), r, 4) for r, each in enumerate(bits)], 0).run()
+        assert all(each.view(torch.float32).isnan().all() and torch.equal(each, bits[0]) for each in bits)
+
+
 def test_nothing_to_send() -> None:
     makers: list[Callable[[int], HostCollective]] = [
         lambda r: Gather(torch.empty(3, 0), torch.empty(0), r),

@@ -172,8 +172,15 @@ class GatheredSum:
             total = self._rows[0].clone()
             for row in self._rows[1:]:
                 total += row
-            self._tensor.copy_(total.view(self._tensor.shape))
+            _set(self._tensor, total)
         return sends
+
+
+def _set(tensor: Tensor, total: Tensor) -> None:
+    """Set a sum, with one bit pattern for NaN: that of a sum of two depends on their order and on the processor."""
+    if total.is_floating_point():
+        total = torch.where(total == total, total, torch.nan)
+    tensor.copy_(total.view(tensor.shape))
 
 
 @dataclass(frozen=True)
@@ -244,7 +251,7 @@ class PairwiseSum:
                 received = self._received.pop(meeting.part)
                 self._sum = self._sum + received if meeting.adds else received  # the old one may still be in a send
             self._at, self._sent = self._at + 1, False
-        self._tensor.copy_(self._sum.view(self._tensor.shape))
+        _set(self._tensor, self._sum)
         return sends
 
 
