@@ -41,7 +41,15 @@ from system.cluster import Cluster
 
 from unicron_lightning.local_cluster.processes import kill
 
-TASK = {"slow": 0.3, "validate": 4, "save_every": 3, "dropout": 0.1, "samples": 65536, "reference": "unicron"}
+TASK = {
+    "slow": 0.3,
+    "validate": 4,
+    "save_every": 3,
+    "dropout": 0.1,
+    "samples": 65536,
+    "reference": "unicron",
+    "tied": False,
+}
 CONF = "worker_timeout=5"
 """Seconds without a heartbeat after which a stopped worker counts as dead."""
 STALLED_SECONDS = 60.0

@@ -49,6 +49,7 @@ SETTINGS: dict[str, Any] = {
     "stream": None,  # options of a loader of an iterable data set, see `streamed.stream`; None: the data have an index
     "several": False,  # whether a second, shorter loader of batches has as much weight
     "dropout": 0.0,
+    "tied": True,  # whether the head's weight is the embedding's
     "reference": "auto",  # strategy of the run without an agent; "unicron" has the same dropout
     "memory": None,  # [every_n_steps, partners] of MemoryCheckpoint
     "drag": [0, 0.0],  # a replica, additional seconds of its micro-batches, and perhaps only one of its shards
@@ -96,12 +97,13 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, *, tied: bool) -> None:
         super().__init__()
         self.tokens = nn.Embedding(256, width)
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(2))
         self.head = nn.Linear(width, 256, bias=False)
-        self.head.weight = self.tokens.weight
+        if tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
@@ -116,7 +118,7 @@ class Model(pl.LightningModule):
         super().__init__()
         self.settings = settings
         torch.manual_seed(7)
-        self.net = Network(32, settings["dropout"])
+        self.net = Network(32, settings["dropout"], tied=settings["tied"])
         if settings["compile"]:
             for block in self.net.blocks:
                 block.compile(backend=settings["compile"])

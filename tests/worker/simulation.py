@@ -321,7 +321,7 @@ class Coordinator:
         self.epoch = wire.Epoch(
             number=number,
             kind=kind,
-            members=[wire.Member(worker=m, agent=m, node=m, host="", local_rank=0) for m in self._members],
+            members=[wire.Member(worker=m, agent=m, node=m, host="127.0.0.1", local_rank=0) for m in self._members],
             store=wire.Address(host="", port=0),
             hold=len(self._members) < self.minimum,
             incident=None,

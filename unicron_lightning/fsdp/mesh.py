@@ -8,7 +8,7 @@ this module.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -138,11 +138,25 @@ def check_torch() -> None:
 def reset_after_exception(module: nn.Module) -> None:
     """Give sharded modules their sharded parameters back after an exception in a forward or backward.
 
-    The gradients of the interrupted micro-batch may have been added in part.
+    The gradients of the interrupted micro-batch may have been added in part to the sharded ones. Those of whole
+    parameters, which torch's reset keeps for the next backward, are dropped.
     """
     for each in module.modules():
         if isinstance(each, FSDPModule) and each._get_fsdp_state()._is_root:  # known from the first forward on
             each.reset_iter_state()
+    for parameter in _fsdp_parameters(module):
+        if (whole := getattr(parameter, "_unsharded_param", None)) is not None:  # there from the first gather on
+            whole.grad = None
+        parameter.unsharded_accumulated_grad = None
+        parameter.grad_offload_event = None
+
+
+def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's record of each sharded parameter."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            for group in each._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
 
 
 def reshard(module: nn.Module) -> None:

@@ -1,0 +1,327 @@
+"""One or two deaths at any points of a step of a sharded model: real engines, fabrics, FSDP2 and gloo, in threads.
+
+A worker passes a *point* wherever the program of a step can be interrupted: at the engine's own points, in each forward
+and backward of a layer, before and after each collective of its replica. It dies at its n-th point of the step, in
+whatever epoch that is. The parameters of every complete replica at the end are those of one process.
+
+``python tests/fsdp/deaths.py FIRST COUNT`` runs as many histories as wanted.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from worker.simulation import Coordinator, Killed, TaskIsOver, run_threads
+
+from unicron_lightning import wire
+from unicron_lightning.fsdp.grid import ShardedShape
+from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, shard_mesh, sum_gradients
+from unicron_lightning.fsdp.model import FsdpShard
+from unicron_lightning.replica import fabric as fabric_module
+from unicron_lightning.replica.fabric import ReplicaFabric
+from unicron_lightning.replica.member import ReplicaMember
+from unicron_lightning.replica.peers import COALESCED_REDUCE_SCATTERS, COLLECTIVES, REDUCE_SCATTERS
+from unicron_lightning.replica.step import ReplicaStep
+from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.operations import Agreement
+
+SHARDS = 2
+ROWS = 4
+STEPS = 3
+STRUCK = 1
+"""The step in which workers die."""
+POINTS = 58
+"""Points of a step without deaths."""
+TOLERANCE = 1e-12
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """An embedding, two blocks, a norm and a head of its own; what is not in a block is in FSDP2's root group."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 6)) for _ in range(2))
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 7, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def layers(self) -> Iterator[nn.Module]:
+        """The modules in whose forward and backward a worker may die."""
+        yield from (self.tokens, *self.blocks, self.norm, self.head)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deaths:
+    """What is drawn.
+
+    Attributes:
+        replicas: of the complete world.
+        tied: whether the head's weight is the embedding's.
+        at: workers that die, by their first rank, each with its point of the step.
+    """
+
+    replicas: int
+    tied: bool
+    at: Sequence[Sequence[int]] = ()
+
+
+class Pointed(ShardGroup):
+    """A replica's group whose collectives are points of its worker."""
+
+    point: Callable[[], None] = staticmethod(lambda: None)
+
+
+def _pointed(name: str) -> Callable[..., Any]:
+    def start(self: Pointed, *args: Any, **kwargs: Any) -> Any:
+        self.point()
+        work = getattr(ShardGroup, name)(self, *args, **kwargs)
+        self.point()
+        return work
+
+    return start
+
+
+for _name in (*COLLECTIVES, *REDUCE_SCATTERS, *COALESCED_REDUCE_SCATTERS):
+    if hasattr(ShardGroup, _name):
+        setattr(Pointed, _name, _pointed(_name))
+
+
+class Task(Coordinator):
+    """A task of sharded workers."""
+
+    sockets_break = True
+
+    def __init__(self, drawn: Deaths) -> None:
+        super().__init__()
+        self.drawn = drawn
+        self.shape = ShardedShape(shards=SHARDS, replicas=drawn.replicas)
+        self.stores: dict[int, dist.Store] = {}
+        self.points: dict[int, int] = {}
+
+    def store(self, epoch: wire.Epoch) -> dist.Store:
+        """The store of an epoch."""
+        with self.condition:
+            return self.stores.setdefault(epoch.number, dist.HashStore())
+
+    def run(self) -> dict[str, Any]:
+        """Train; return each worker's result."""
+        workers = [Worker(self, rank) for rank in range(SHARDS * self.drawn.replicas)]
+        self.start()
+        return run_threads(self, [(each.name, each.run) for each in workers])
+
+
+class Worker:
+    """A worker of the task."""
+
+    def __init__(self, task: Task, rank: int) -> None:
+        self.task, self.rank, self.name = task, rank, f"agent{rank}#0"
+        self.fabric = ReplicaFabric(task.shape)
+        self.member: ReplicaMember[ShardedShape, FsdpShard] = ReplicaMember(
+            self.fabric, FsdpShard.adopt, lambda: self.member.model.leave()
+        )
+        engine = task.worker(self.name)
+        assert engine.control is not None
+        self.engine = Engine(engine.control, task._connect, self._entered, False, fabric=self.fabric)
+        engine.control.engine = self.engine  # type: ignore[attr-defined]
+        engine.control.lookup = lambda key: None  # type: ignore[method-assign]
+        engine.control.welcome = mock.Mock(layout=None)  # type: ignore[misc]
+        self.engine.fault = lambda *_: self.point()
+        self.fabric.begin(engine.control, joins=False)
+        self._passed = 0
+
+    def point(self) -> None:
+        """Die, if it is time."""
+        if threading.current_thread().name == f"sim-{self.name}" and self.engine.step == STRUCK:
+            self._passed += 1
+            if [self.rank, self._passed] in map(list, self.task.drawn.at):
+                raise Killed
+
+    def run(self) -> Any:
+        """The program of a worker: its shard and parameters at the end, None of a spare."""
+        try:
+            self.engine.run(Agreement("start", lambda rank: b""))
+            net = self._build()
+            self.member.found(self.engine)
+            for self.engine.step in range(STEPS):
+                model, rows = self.member.model, self._rows(net)
+                self.engine.run(ReplicaStep(range(ROWS), model, self.fabric, rows, lambda _: Numbers()))
+                self.member.update()
+            self.engine.step = STEPS
+            self.engine.run(Agreement("end", lambda rank: b""))
+            self.task.points[self.rank] = self._passed
+            place = self.fabric.place
+            assert place is not None
+            parts = [part.detach().clone() for part in local_shards(net.parameters())]
+            return None if place.replica is None else (self.fabric.own_shard, parts)
+        finally:  # a dead process has no connections
+            self.fabric.cut()
+            self.engine.close()
+            self.fabric.close()
+
+    def _build(self) -> Net:
+        net = network(tied=self.task.drawn.tied)
+        group = Pointed(self.fabric.own_shard, SHARDS)
+        mesh = shard_mesh(group, CPU)
+        for block in net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        sum_gradients(net)
+        for layer in net.layers():
+            layer.register_forward_hook(self._passes)
+        group.point = self.point
+        self.member.model = FsdpShard(net, group, optimizer_of(net))
+        self.member.model.fits = 1
+        self.fabric.built = True
+        return net
+
+    def _rows(self, net: Net) -> Callable[..., None]:
+        def run(rows: Sequence[int], *, last: bool) -> None:
+            for row in rows:
+                self.engine.check()
+                loss_of(net, row * SHARDS + self.fabric.own_shard).backward()
+
+        return run
+
+    def _passes(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.point()
+        if output.requires_grad:
+            output.register_hook(lambda _: self.point())
+
+    def _entered(self, world: Any) -> None:
+        if world.epoch > 0:
+            self.member.enter(self.engine)
+
+
+class Numbers:
+    """`Sums` of nothing."""
+
+    buckets = ()
+
+    def totals(self) -> list[float]:
+        return []
+
+    def read(self, totals: Sequence[float]) -> bool:
+        return False
+
+
+def network(*, tied: bool) -> Net:
+    """The network at the start."""
+    with _seeding:
+        torch.manual_seed(0)
+        return Net(tied=tied).double()
+
+
+_seeding = threading.Lock()
+
+
+def optimizer_of(net: Net) -> torch.optim.Optimizer:
+    """The optimizer: one that does not amplify rounding."""
+    return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+
+
+def loss_of(net: Net, micro_batch: int) -> Tensor:
+    """The loss of a micro-batch, as a part of the mean."""
+    tokens = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(micro_batch))
+    return nn.functional.cross_entropy(net(tokens[0]), tokens[1]) / (ROWS * SHARDS)
+
+
+def reference(*, tied: bool) -> list[Tensor]:
+    """The parameters at the end of the training in one process."""
+    net = network(tied=tied)
+    optimizer = optimizer_of(net)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for micro_batch in range(ROWS * SHARDS):
+            loss_of(net, micro_batch).backward()
+        optimizer.step()
+    return [each.detach() for each in net.parameters()]
+
+
+@contextmanager
+def stores(task: Task) -> Iterator[None]:
+    """Let the fabrics of this process meet in a task's stores; a loss of all state ends the task."""
+
+    def over(reason: str) -> None:
+        raise TaskIsOver(reason)
+
+    opener = mock.Mock(open=task.store)
+    with mock.patch.object(fabric_module, "clients", opener), mock.patch.object(fabric_module, "start_anew", over):
+        yield
+
+
+def check(drawn: Deaths) -> Task:
+    """Train with deaths.
+
+    Raises:
+        AssertionError: a complete replica has other parameters than one process.
+    """
+    task = Task(drawn)
+    with stores(task):
+        results = task.run()
+    expected = reference(tied=drawn.tied)
+    for name, result in results.items():
+        if result is None or isinstance(result, BaseException):
+            continue
+        shard, parts = result
+        for part, whole in zip(parts, expected, strict=True):
+            chunks = whole.chunk(SHARDS)
+            own = chunks[shard] if shard < len(chunks) else whole[:0]
+            assert part.shape == own.shape
+            worst = float((part - own).abs().max()) if own.numel() else 0.0
+            assert worst < TOLERANCE, f"{drawn}: {name} differs by {worst:.1e}"
+    return task
+
+
+def draw(seed: int, points: int = POINTS) -> Deaths:
+    """Draw one or two deaths, of partners or strangers, at any of a step's points."""
+    chance = random.Random(seed)
+    replicas = chance.choice((2, 2, 3))
+    victims = chance.sample(range(SHARDS * replicas), chance.choice((1, 2, 2, 2)))
+    return Deaths(
+        replicas=replicas,
+        tied=chance.random() < 0.25,
+        at=[[victim, 1 + chance.randrange(points)] for victim in victims],
+    )
+
+
+def histories(rank: int, world: int, folder: Path, chosen: list[dict[str, Any]], seeds: list[int]) -> list[int]:
+    """[a scenario of a world of one] Check some deaths, and draws; return the numbers of points without deaths."""
+    for each in [*(Deaths(**each) for each in chosen), *map(draw, seeds)]:
+        check(each)
+    return sorted(set(check(Deaths(replicas=2, tied=False)).points.values()))
+
+
+def main() -> None:
+    first, count = int(sys.argv[1]), int(sys.argv[2])
+    for seed in range(first, first + count):
+        check(draw(seed))
+    print(f"{count} histories: parameters as in one process")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

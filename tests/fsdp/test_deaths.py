@@ -1,0 +1,45 @@
+"""Deaths at any points of a step: a replica that forms in the middle of it has the gradients of one process."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from fsdp.deaths import POINTS
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+if TYPE_CHECKING:
+    from worlds.client import Worlds
+
+TWICE = [
+    {"replicas": 2, "tied": False, "at": [[3, 19], [0, 17]]},
+    {"replicas": 2, "tied": False, "at": [[1, 6], [2, 48]]},
+    {"replicas": 2, "tied": True, "at": [[3, 26], [0, 47]]},
+    {"replicas": 3, "tied": False, "at": [[1, 20], [4, 51]]},
+    {"replicas": 3, "tied": True, "at": [[3, 45], [0, 30]]},
+]
+"""A survivor of an interrupted backward kept gradients of whole parameters, which its next backward added again."""
+
+
+def test_no_micro_batch_counts_twice(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run("deaths:histories", 1, tmp_path, chosen=TWICE, seeds=[]) == [[POINTS]]
+
+
+def test_random_deaths(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run("deaths:histories", 1, tmp_path, chosen=[], seeds=list(range(2000, 2020)))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(0, 240, 60))
+def test_many_random_deaths(worlds: Worlds, tmp_path: Path, first: int) -> None:
+    worlds.run("deaths:histories", 1, tmp_path, chosen=[], seeds=list(range(first, first + 60)))
+
+
+def test_torch_has_the_names_that_a_reset_clears() -> None:
+    cleared = inspect.getsource(FSDPParam)
+    assert all(name in cleared for name in ("_unsharded_param", "unsharded_accumulated_grad", "grad_offload_event"))
+    assert "_fsdp_param_groups" in inspect.getsource(FSDPState)
