@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -107,6 +107,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         self._last_batch: GlobalBatch | None = None
         self._logged: bytes | None = None
         """Values logged in the epoch of a checkpoint that was read."""
+        self._restores: Literal["before", "after", "never"] = "before"
+        """When Lightning restores the script's ``ckpt_path``, relative to `setup`."""
         self._broken_off = False
         """Whether an exception has ended the present run."""
         self._error: BaseException | None = None
@@ -216,6 +218,8 @@ class FaultTolerantStrategy(CollectingStrategy):
             self.seed = self.collectives.broadcast(seed, 0)
             if self._session.resume or self._session.memory:
                 keep_files(trainer.loggers)
+        elsewhere = trainer.state.fn == TrainerFn.FITTING and self._session.has_newer_state
+        self._restores = "after" if elsewhere or parallelism.checkpoints.restores_late else "before"
         parallelism.begin(self._session)
 
     @override
@@ -239,6 +243,7 @@ class FaultTolerantStrategy(CollectingStrategy):
             session.fits += 1
             self.comparison.begin(trainer)
         if session.is_joiner and not self.engine.has_state:
+            self._restores = "never"
             if fitting and session.is_past():
                 self._membership.skip(trainer)
             elif fitting:
@@ -247,6 +252,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         session.record_fit()
         remembers = fitting and self._membership.remember(trainer)
         resumes = fitting and bool(session.resume)
+        if remembers or resumes:
+            self._restores = "never"
         parallelism.found(resumes=resumes or remembers)
         if remembers:
             self._membership.remembered()
@@ -387,7 +394,11 @@ class FaultTolerantStrategy(CollectingStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return self.parallelism.checkpoints.restores_late
+        """Whether Lightning restores ``ckpt_path`` after `setup`; Lightning asks before it, and again after it.
+
+        A worker that has the state of others, or of an earlier life, restores nothing of ``ckpt_path``.
+        """
+        return self._restores == "after"
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

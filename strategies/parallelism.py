@@ -104,7 +104,7 @@ class CheckpointStore(ABC):
     """Writes and reads checkpoints. One that keeps everything in Lightning's file only has to write it.
 
     Attributes:
-        restores_late: whether Lightning restores checkpoints after `Strategy.setup`.
+        restores_late: whether Lightning restores the script's ``ckpt_path`` after `Strategy.setup`.
         divided: whether each worker reads a part of a checkpoint; otherwise each reads all of it.
         at_urls: whether checkpoints that are written beside the training may be at URLs.
     """

@@ -106,6 +106,11 @@ class Session(OfProcess):
         if self.control is not None or fabric is not None:  # otherwise nothing outlives a run
             atexit.register(self.close)
 
+    @property
+    def has_newer_state(self) -> bool:
+        """Whether this worker's state comes from members of the task or an earlier life, not from the script."""
+        return (self.is_joiner and not self.engine.has_state) or bool(self.resume or self.memory)
+
     @classmethod
     def of_process(
         cls, device: torch.device, capacity: int, on_world: Callable[[World], None], fabric: Fabric | None = None

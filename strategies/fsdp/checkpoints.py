@@ -55,7 +55,8 @@ class ShardedCheckpoints(SingleFileCheckpoints):
         self.loaded = False
         self._folders = folders
         self._opened: Path | None = None
-        self._loaded: Path | None = None
+        self._part: dict[str, Any] = {}
+        """This worker's shards of the optimizer's state, of a folder that is not open any more when they are loaded."""
 
     def check_fit(self) -> None:
         """Refuse a further ``fit`` from a checkpoint, because versions of shards would repeat.
@@ -162,9 +163,11 @@ class ShardedCheckpoints(SingleFileCheckpoints):
     def load_model(self, checkpoint: Any, load: Callable[[], None]) -> None:
         """Take this worker's shards of whole tensors, or from the folder; a joiner's checkpoint has none."""
         module = self._parallel.strategy.module
-        self._loaded, self._opened = self._opened, None
-        if self._loaded is not None:
-            folder.load_module(self._loaded, module)
+        opened, self._opened, self._part = self._opened, None, {}
+        if opened is not None:
+            folder.load_module(opened, module)
+            if "optimizer_states" in checkpoint and self._parallel.member.model.optimizer is not None:
+                self._part = folder.read_optimizer_part(opened, module)
         elif checkpoint["state_dict"]:
             load_parameters(module, checkpoint["state_dict"])
         else:
@@ -178,11 +181,11 @@ class ShardedCheckpoints(SingleFileCheckpoints):
     def load_optimizers(self, checkpoint: Any, load: Callable[[], None]) -> None:
         """Take this worker's shards of the optimizer's tensors."""
         [state] = checkpoint["optimizer_states"]
-        optimizer = self._parallel.member.model.optimizer
+        optimizer, part, self._part = self._parallel.member.model.optimizer, self._part, {}
         if optimizer is None:
             return
-        if self._loaded is not None:
-            folder.load_optimizer_part(self._loaded, self._parallel.strategy.module, optimizer)
+        if part:
+            folder.load_optimizer_part(part, self._parallel.strategy.module, optimizer)
         elif state:
             load_optimizer(optimizer, state, whole=True)
 

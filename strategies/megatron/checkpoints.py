@@ -118,17 +118,13 @@ class GridCheckpoints(CheckpointStore):
 
     Args:
         grid: the parallelism that they belong to.
-
-    Attributes:
-        restores_late: whether Lightning restores checkpoints after `setup`, when Megatron's optimizer exists; peers'
-            state comes last.
     """
 
+    restores_late = True  # Megatron's optimizer has to exist
     divided = True
     at_urls = False
 
     def __init__(self, grid: MegatronParallel) -> None:
-        self.restores_late = True
         self._grid = grid
         self._resumes: str | None = None
 

@@ -78,7 +78,6 @@ class GridDivision(ReplicaDivision):
     def load(self, state: dict[str, Any], step: int) -> None:
         """Keep the state for `settle`: Megatron builds the optimizer's main parameters at the start of the task."""
         self._restored = RestoreShard(self._grid.member, state, step)
-        self._grid.checkpoints.restores_late = False
 
     def settle(self) -> None:
         """Load what was restored, together with all other members, once the task has begun."""

@@ -124,7 +124,6 @@ class MegatronParallel(Parallelism):
         _keep_to_itself(strategy.module.trainer)
         if session.is_joiner:
             fabric.take_shard(strategy.local_rank)
-        self.checkpoints.restores_late = not (session.is_joiner or session.resume)
         build_world(fabric.shape, fabric.own_shard, strategy.root_device)
         tensor_parallel.model_parallel_cuda_manual_seed(strategy.seed & 0x7FFFFFFF)
 

@@ -144,6 +144,6 @@ def exchange(rank: int, world: int, root: Path) -> Any:
         if rank < size:
             net, optimizer = fresh(meshes[size])
             folder.load_module(root / writer, net)
-            folder.load_optimizer_part(root / writer, net, optimizer)
+            folder.load_optimizer_part(folder.read_optimizer_part(root / writer, net), net, optimizer)
             check_shard(net, optimizer)
     dist.destroy_process_group()

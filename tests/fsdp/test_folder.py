@@ -73,7 +73,7 @@ def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
         folder.load_module(tmp_path / "a", other)
     optimizer = torch.optim.AdamW(net.inner.parameters())
     with pytest.raises(ConfigError, match="other groups of the optimizer's parameters"):
-        folder.load_optimizer_part(tmp_path / "a", net, optimizer)
+        folder.load_optimizer_part(folder.read_optimizer_part(tmp_path / "a", net), net, optimizer)
 
 
 @pytest.mark.parametrize(("output", "reason"), [("x.bin", "expected a name that ends with"), ("a.ckpt", "exists")])
@@ -129,7 +129,7 @@ def test_checkpoints_at_urls_are_exported(tmp_path: Path) -> None:
 def test_nothing_in_a_changed_checkpoint_is_run(tmp_path: Path) -> None:
     path, trap = tmp_path / "checkpoint", Trap(tmp_path / "run")
     alone(path)
-    net, optimizer = fresh(mesh_of(0, 1))
+    net, _ = fresh(mesh_of(0, 1))
     rest, index = (path / folder.REST).read_bytes(), (path / ".metadata").read_bytes()
     torch.save(trap, path / folder.REST)
     with pytest.raises(ConfigError, match=r"meta\.pt' cannot be read as plain data"):
@@ -140,7 +140,7 @@ def test_nothing_in_a_changed_checkpoint_is_run(tmp_path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(trap))
     for read in (
         lambda: folder.load_module(path, net),
-        lambda: folder.load_optimizer_part(path, net, optimizer),
+        lambda: folder.read_optimizer_part(path, net),
         lambda: export_checkpoint(path, tmp_path / "x.safetensors"),
     ):
         with pytest.raises(ConfigError, match="is no index of a checkpoint"):

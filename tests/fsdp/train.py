@@ -45,6 +45,7 @@ SETTINGS: dict[str, Any] = {
     "clip": 0.5,
     "clips": "norm",  # or "value"
     "eps": 1e-8,  # of AdamW
+    "groups": 1,  # of its parameters: 2: those with one dimension are decayed less
     "samples": 4096,
     "stream": None,  # options of a loader of an iterable data set, see `streamed.stream`; None: the data have an index
     "several": False,  # whether a second, shorter loader of batches has as much weight
@@ -153,7 +154,11 @@ class Model(pl.LightningModule):
         return nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), following.flatten())
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, eps=self.settings["eps"])
+        parameters = [*self.parameters()]
+        groups: list[dict[str, Any]] = [{"params": [each for each in parameters if each.dim() > 1]}]
+        groups.append({"params": [each for each in parameters if each.dim() <= 1], "weight_decay": 1e-4})
+        given = groups if self.settings["groups"] == 2 else [{"params": parameters}]
+        optimizer = torch.optim.AdamW(given, lr=1e-3, eps=self.settings["eps"])
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.99)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

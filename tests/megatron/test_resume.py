@@ -63,6 +63,20 @@ def test_a_change_of_layout_goes_through_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos
+def test_a_joiner_does_not_load_the_checkpoint_of_its_script(tmp_path: Path) -> None:
+    """The step after the death waits for the joiner."""
+    world = {"tp": 1, "pp": 1, "dp": 2, "accumulation": 2, "steps": STEPS, "finish": False, "full": 2, "slow": 60.0}
+    first = train(tmp_path / "first", 2, **world, save_every=2)
+    path = str(tmp_path / "first" / "checkpoints" / "step=2.ckpt")
+    died = {"point": "reduce", "replica": 1, "shard": 0, "from_step": 3}
+    second = train(tmp_path / "second", 2, **world, resume=path, schedule=[died])
+    assert (tmp_path / "second" / "struck-0").exists()
+    assert sorted(second) == list(range(2, STEPS))
+    for step, line in second.items():
+        assert line["norm"] == pytest.approx(first[step]["norm"], rel=1e-5)
+
+
+@pytest.mark.chaos
 def test_loaders_with_a_stream_resume_within_a_data_epoch(tmp_path: Path, worlds: Any) -> None:
     """An epoch has four steps, the last one of one micro-batch."""
     data = {"dp": 2, "accumulation": 2, "stream": True, "several": True, "steps": STEPS}

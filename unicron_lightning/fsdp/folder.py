@@ -137,14 +137,12 @@ def load_module(folder: Path, module: nn.Module) -> None:
     _read(folder, {MODEL: own})
 
 
-def load_optimizer_part(folder: Path, module: nn.Module, optimizer: Optimizer) -> None:
-    """Read this worker's shards of the optimizer's state; nothing if the folder has none.
+def read_optimizer_part(folder: Path, module: nn.Module) -> dict[str, Any]:
+    """Read this worker's shards of the optimizer's state, by names of parameters; nothing if the folder has none.
 
-    Raises:
-        ConfigError: the optimizer has other groups of parameters.
+    The optimizer may not have its groups yet: `load_optimizer_part` gives them to it.
     """
-    names = _group_names(module, optimizer)
-    parameters = dict(zip(_flat(names), _parameters(optimizer), strict=True))
+    parameters = module.state_dict(keep_vars=True)
     known = FolderReader(folder).read_metadata()
     state: dict[str, Any] = {}
     for key, entry in known.state_dict_metadata.items():
@@ -153,12 +151,26 @@ def load_optimizer_part(folder: Path, module: nn.Module, optimizer: Optimizer) -
             about = parameters.get(place[2]) if place[1] == "state" else None
             set_element(state, place, _target(entry, about))
     if not state:
-        return
+        return {}
     _read(folder, state)
-    own = state[OPTIMIZER]
-    groups = own["param_groups"]
+    own: dict[str, Any] = state[OPTIMIZER]
+    return own
+
+
+def load_optimizer_part(own: Mapping[str, Any], module: nn.Module, optimizer: Optimizer) -> None:
+    """Load what `read_optimizer_part` has read.
+
+    Raises:
+        ConfigError: the optimizer has other groups of parameters.
+    """
+    if not own:
+        return
+    names, groups = _group_names(module, optimizer), own["param_groups"]
     if [sorted(group["params"]) for group in groups] != [sorted(group) for group in names]:
-        raise ConfigError(f"the checkpoint {folder} has other groups of the optimizer's parameters than the module")
+        raise ConfigError(
+            "the checkpoint has other groups of the optimizer's parameters than the module: "
+            f"{[group['params'] for group in groups]}, expected {names}"
+        )
     numbers = {name: number for number, name in enumerate(_flat(names))}
     entries = {
         numbers[name]: {
@@ -184,10 +196,6 @@ def _group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     for name, tensor in module.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), name)
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _flat(names: Sequence[Sequence[str]]) -> list[str]:
