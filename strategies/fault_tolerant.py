@@ -53,6 +53,7 @@ from unicron_lightning.strategies.state.comparison import Comparison
 from unicron_lightning.strategies.state.finished_epoch import leave_finished_epoch
 from unicron_lightning.strategies.state.memory import StateMemory
 from unicron_lightning.strategies.state.persisting import Persisting
+from unicron_lightning.strategies.stopping import Stopping
 from unicron_lightning.strategies.watching import LIGHTNING_BACKWARD, watched
 from unicron_lightning.worker.checkpoint_files import located
 from unicron_lightning.worker.control.statistics import Summary
@@ -234,6 +235,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         self.collectives.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
         follow(trainer.loggers)
         self._timed = TimedValidation(trainer, lambda due: bool(self.broadcast(due)))
+        self.stopping = Stopping(trainer, session.engine)
         dtype = logged_dtype(self.precision_plugin)
         trainer.fit_loop.epoch_loop._results = RecordingResults(True, self.reduce, dtype=dtype)
         parallelism.evaluation.begin_run(trainer)
@@ -311,6 +313,7 @@ class FaultTolerantStrategy(CollectingStrategy):
             step = self.parallelism.steps.run(batch, *where)
         self.loaders.committed(self.trainer, batch)
         self._reports.finished(self.engine, step.operation, step.loss, batch.num_samples())
+        self.stopping.committed()
         if self.parallelism.manual is not None:
             self._timed.stepped()
         self._log(step.calls)

@@ -151,6 +151,7 @@ class Membership:
         if self._arrival is not None:
             state, self._arrival = self._arrival, None
             join_state.arrive(trainer, state, strategy.agreed, strategy.root_device)
+            strategy.stopping.agreed = trainer.should_stop
         elif self.logged is not None:
             join_state.restore_logged(trainer, self.logged, strategy.root_device)
         self.logged = None

@@ -15,7 +15,7 @@
     ├── NotPlainData (worker.codec)         state to be sent contains something other than plain data
     ├── OutOfDescriptors (worker.sockets)   the process may open no more files
     ├── FitPassed (strategies.session)      a worker's script and its task are in different fits
-    ├── ProgramsDiffer (worker.engine)      the members' scripts have taken different paths
+    ├── ProgramsDiffer                      the members' scripts have taken different paths
     ├── WorkersDiffer (worker.agreement)    this worker trains something else than the others
     ├── ParametersDiffer (worker.agreement) this worker's parameters differ from those of most others
     ├── CollectiveInStep (strategies.collectives)  a collective where ranks run different numbers of batches
@@ -39,6 +39,8 @@ A message quotes the given value and states what was expected. The package's own
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class UnicronError(Exception):
@@ -65,6 +67,21 @@ class CoordinatorUnproven(CoordinatorUnavailable):
     """The process at the endpoint cannot prove that it knows the token, or has another certificate; nothing usable was
     sent to it.
     """
+
+
+class ProgramsDiffer(UnicronError):
+    """The members are at different operations: their scripts have taken different paths.
+
+    Args:
+        places: operation of each group of members, e.g. ``{"rank 0": "barrier", "rank 1": "step"}``.
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        where = ", ".join(f"{who} in {name!r}" for who, name in places.items())
+        super().__init__(
+            f"the members' scripts have taken different paths: {where}. All ranks must call the same functions of the "
+            "trainer and of the strategy in the same order: look for a condition on the rank around such a call"
+        )
 
 
 class AgentUnavailable(UnicronError):

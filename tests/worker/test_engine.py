@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 from worker.simulation import Coordinator, Fault, Killed, TaskIsOver, run_threads
 
+from unicron_lightning.errors import ProgramsDiffer
 from unicron_lightning.worker.buckets import FlatBucket, GradientBuckets
-from unicron_lightning.worker.communication.communicator import gather_bytes
-from unicron_lightning.worker.engine import Engine, ProgramsDiffer
+from unicron_lightning.worker.communication.communicator import STOP, gather_bytes
+from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.evaluation import Evaluation, plan_evaluation
 from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts
 from unicron_lightning.worker.report_sum import ReportSum
@@ -332,8 +333,32 @@ def test_programs_that_differ_are_noticed() -> None:
         return lambda: engines[name].run(Agreement(kind, lambda rank: b""))
 
     coordinator.start()
-    with pytest.raises(ProgramsDiffer, match=r"different operations at the same place: \['left', 'right'\]"):
+    with pytest.raises(ProgramsDiffer, match="rank 0 in 'left', rank 1 and 1 more in 'right'"):
         run_threads(coordinator, [(name, program(name)) for name in engines])
+    for engine in engines.values():
+        engine.close()
+
+
+@pytest.mark.parametrize("wanted", [("w0",), ("w0", "w1"), ("w0", "w1", "w2")])
+def test_a_stop_that_not_all_members_want_gives_way_to_their_step(wanted: tuple[str, ...]) -> None:
+    coordinator = Coordinator()
+    engines = {name: coordinator.worker(name) for name in ("w0", "w1", "w2")}
+
+    def program(name: str) -> tuple[bool, bool]:
+        engine = engines[name]
+        gradients, sums = GradientBuckets(net().named_parameters(), 32, overlap=True), CountSum()
+        agreed = bool(engine.run(Agreement(STOP, lambda rank: b"stop"))) if name in wanted else False
+        engine.wants_stop = name in wanted and not agreed
+        gradients.begin()
+        engine.run(GradientStep([], gradients, sums, lambda micro_batch: None))
+        gradients.close()
+        return agreed, engine.stops
+
+    coordinator.start()
+    results: dict[str, tuple[bool, bool]] = {}
+    run_threads(coordinator, [(name, lambda name=name: results.update({name: program(name)})) for name in engines])
+    unanimous = len(wanted) == 3
+    assert set(results.values()) == {(unanimous, not unanimous)}
     for engine in engines.values():
         engine.close()
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from unicron_lightning.detection.patterns import UNKNOWN, classify
-from unicron_lightning.errors import ConfigError
+from unicron_lightning.errors import ConfigError, ProgramsDiffer
 
-CONFIG: Final = "config_error"
+_OWN_KINDS: Final = ((ConfigError, "config_error"), (ProgramsDiffer, "programs_differ"))
+"""Kinds of this package's own errors."""
 
 _CAUSE_CHARACTERS: Final = 500
 _MESSAGE_CHARACTERS: Final = 4000
@@ -72,9 +73,9 @@ def describe(exception: BaseException) -> ExceptionReport:
     }
     lines = [line.strip() for line in _text(exception).splitlines() if line.strip()]
     cause = f"{type(exception).__name__}: {lines[0]}" if lines else type(exception).__name__
-    kind = UNKNOWN if found is None else found.kind
+    kind = next((kind for error, kind in _OWN_KINDS if isinstance(exception, error)), None)
     return ExceptionReport(
-        kind=CONFIG if isinstance(exception, ConfigError) else kind,
+        kind=kind or (UNKNOWN if found is None else found.kind),
         cause=cause[:_CAUSE_CHARACTERS],
         phase=phase_of([(frame.filename, frame.name) for frame in frames]),
         details=details,

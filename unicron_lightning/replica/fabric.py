@@ -177,9 +177,15 @@ class ReplicaFabric(Generic[_Shape]):
         return ReplicaCommunicator(base, channels)
 
     def abort(self, epoch: wire.Epoch) -> None:
-        """Cut this replica's connections unless all of its workers are alive."""
+        """Cut this replica's connections unless all of its workers are alive, so that they finish their call.
+
+        In an epoch that only renews the connections of the same members, it is unknown which of them is to blame. A
+        wait within the replica may be for a partner whose script has taken another path.
+        """
+        members, place = [member.worker for member in epoch.members], self.place
+        renewed = epoch.kind == "fail" and place is not None and set(members) == set(place.members)
         with self._lock:
-            broken = not self._partners.issubset(member.worker for member in epoch.members)
+            broken = not self._partners.issubset(members) or (renewed and self.phase != "reducing")
         if broken:
             self.cut()
 

@@ -81,6 +81,10 @@ class ActivityReport(Message, frozen=True, kw_only=True, tag="activity_report"):
     micro_batch: Count | None = None
     waits: Seconds = 0.0
     """Time that the training thread has waited in this collective."""
+    position: Count = 0
+    """Number of operations that the worker has completed."""
+    operation: Word = ""
+    """Name of the operation in progress; "" for none."""
 
 
 class ActivityQuery(Message, frozen=True, kw_only=True, tag="activity_query"):

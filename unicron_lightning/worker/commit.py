@@ -7,7 +7,7 @@ all do, all switch at the end of the step. A member with the result knows that e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -17,7 +17,7 @@ from unicron_lightning.worker.buckets import Bucket
 from unicron_lightning.worker.engine import Engine
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[int, list[float], list[float]]).decode
+_decode = msgspec.msgpack.Decoder(tuple[int, bool, list[float], list[float]]).decode
 
 
 class Sums(Protocol):
@@ -55,17 +55,19 @@ class Commit:
 
     Attributes:
         leave: the epoch that all members agree to leave at the end of the step; 0: none.
+        stop: whether any member wants the run to end with this step.
         own: the members' further numbers, each summed over the members.
         totals: the step's other sums, over the members.
     """
 
     leave: int
+    stop: bool
     own: list[float]
     totals: list[float]
 
     def encode(self) -> bytes:
         """The commit as the result of an operation."""
-        return _encode((self.leave, self.own, self.totals))
+        return _encode((self.leave, self.stop, self.own, self.totals))
 
 
 def commit(engine: Engine, sums: Sums, own: Sequence[float]) -> Commit:
@@ -76,13 +78,13 @@ def commit(engine: Engine, sums: Sums, own: Sequence[float]) -> Commit:
         sums: the step's other sums, complete on this rank; they are read and settled.
         own: further numbers of this rank; equally many on all ranks.
     """
-    leave, summed, totals = _vote(engine, own, sums.totals())
-    if sums.read(totals):
+    agreed = _vote(engine, own, sums.totals())
+    if sums.read(agreed.totals):
         sums.settle(engine)
-        leave, summed, _ = _vote(engine, own, ())
-    engine.switch_from = leave
+        agreed = replace(_vote(engine, own, ()), totals=agreed.totals)
+    engine.switch_from, engine.stops = agreed.leave, agreed.stop
     engine.fault("committed", engine.step)
-    return Commit(leave=leave, own=summed, totals=totals)
+    return agreed
 
 
 def adopt_commit(engine: Engine, sums: Sums, result: bytes) -> list[float]:
@@ -91,16 +93,21 @@ def adopt_commit(engine: Engine, sums: Sums, result: bytes) -> list[float]:
     Returns:
         The members' further numbers, each summed over the members.
     """
-    engine.switch_from, own, totals = _decode(result)
+    engine.switch_from, engine.stops, own, totals = _decode(result)
     sums.read(totals)
     return own
 
 
-def _vote(engine: Engine, own: Sequence[float], totals: Sequence[float]) -> tuple[int, list[float], list[float]]:
+def _vote(engine: Engine, own: Sequence[float], totals: Sequence[float]) -> Commit:
     pending = engine.control is not None and engine.control.newer_than(engine.world.epoch) is not None
     engine.fault("commit", engine.step)
-    ballot = torch.tensor([float(pending), *own, *totals], dtype=torch.float64)
+    ballot = torch.tensor([float(pending), float(engine.wants_stop), *own, *totals], dtype=torch.float64)
     engine.communicator.wait(engine.communicator.all_reduce(ballot))
-    votes, *summed = ballot.tolist()
+    votes, stops, *summed = ballot.tolist()
     leave = int(votes) == engine.world.size or engine.world.hold
-    return (engine.world.epoch if leave else 0), summed[: len(own)], summed[len(own) :]
+    return Commit(
+        leave=engine.world.epoch if leave else 0,
+        stop=stops > 0,
+        own=summed[: len(own)],
+        totals=summed[len(own) :],
+    )

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from unicron_lightning import wire
-from unicron_lightning.errors import UnicronError
+from unicron_lightning.errors import ProgramsDiffer, UnicronError
 from unicron_lightning.worker.communication.background_connect import Connect, Connecting
 from unicron_lightning.worker.communication.communicator import (
+    STOP,
     Communicator,
     CommunicatorAborted,
-    ProgramsDiffer,
     SoloCommunicator,
     WatchedCommunicator,
     broadcast_bytes,
@@ -140,6 +140,8 @@ class Engine:
     Attributes:
         running: the name of the operation in progress.
         switch_from: the epoch that all members have agreed to leave at the next step boundary; 0 if none.
+        wants_stop: whether this worker votes for the end of the run in the next commit.
+        stops: whether any member has done so in the last one; the same on all.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class Engine:
         self.has_state = not is_joiner
         self.step = 0
         self.switch_from = 0
+        self.wants_stop = self.stops = False
         self.running: str | None = None
         self.fault: Callable[..., None] = lambda *point: None
         self._connect = connect
@@ -168,6 +171,7 @@ class Engine:
         self._last_result = b""
         self._interruption = ""
         self._pending: ReportSum | None = None
+        self._gives_way = False
         if control is None:
             self._communicator = SoloCommunicator()
 
@@ -218,12 +222,17 @@ class Engine:
             self._fabric.abort(epoch)
 
     def run(self, operation: Operation) -> bytes:
-        """Complete an operation, through any number of failures, and return its result."""
+        """Complete an operation, through any number of failures, and return its result.
+
+        The operation `STOP` gives way to another one that members run at its place: nothing is completed then, and the
+        result is empty.
+        """
         outer, self.running = self.running, operation.name
+        self.activity.operation = (self._position, operation.name)
         try:
             return self._complete(operation)
         finally:
-            self.running = outer
+            self.running, self.activity.operation = outer, None
 
     def _complete(self, operation: Operation) -> bytes:
         failed = self._communicator is None
@@ -234,6 +243,8 @@ class Engine:
                     if result is not None:
                         operation.adopt(result)
                         break
+                    if self._gives_way:
+                        return b""
                 self.check()
                 operation.plan(self.reports, self._world.rank)
                 self._pending = None
@@ -349,7 +360,7 @@ class Engine:
         reports = () if self._fabric is None else self._settle(self._fabric, epoch, go, about, operation, base)
         connected = time.monotonic()
         self._on_world(self._world)
-        result = self._catch_up(go, reports)
+        result = self._catch_up(operation.name, go, reports)
         control.event(
             "entered_epoch",
             epoch=epoch.number,
@@ -384,7 +395,7 @@ class Engine:
         """Exchange the members' descriptions and build the fabric's connections; return the members' reports, by
         rank.
         """
-        begun = self.has_state and self._position == max(_positions(go))
+        begun = self.has_state and self._position == max(_positions(go)) and operation.name != STOP
         word = json.dumps([about, operation.report() if begun else None]).encode()
         words = [json.loads(each) for each in gather_bytes(self.communicator, word, "words")]
         fabric.settle(epoch, [about for about, _ in words])
@@ -408,22 +419,28 @@ class Engine:
         self.check()  # a failure received just before would have found no communicator to abort
         return communicator
 
-    def _catch_up(self, go: wire.Go, reports: tuple[Report | None, ...]) -> bytes | None:
+    def _catch_up(self, name: str, go: wire.Go, reports: tuple[Report | None, ...]) -> bytes | None:
         """Bring members that are one operation behind up to date; store the reports for `Operation.plan`."""
         positions = _positions(go)
         top, low = max(positions), min(positions)
         if top - low > 1:
-            raise ProgramsDiffer(f"members are at operations {sorted(positions)}; they may differ by one")
+            raise ProgramsDiffer({_who(each): f"{each.operation} {each.position}" for each in go.standings})
         furthest = [standing for standing in go.standings if standing.position == top]
-        if len(furthest) > 1:
-            names = sorted(standing.operation for standing in furthest)
-            raise ProgramsDiffer(f"members run different operations at the same place: {names}")
+        names = {standing.operation for standing in furthest}
+        if len(names - {STOP}) > 1:
+            raise ProgramsDiffer({_who(each): each.operation for each in furthest})
+        self._gives_way = len(names) > 1 and name == STOP
         self._pending = ReportSum.of(go, self._world.size, reports)
         result = None
         if low < top:
             root = furthest[0].first
             result = broadcast_bytes(self.communicator, self._last_result if self._world.rank == root else None, root)
         return result if self.has_state and self._position < top else None
+
+
+def _who(standing: wire.Standing) -> str:
+    others = f" and {standing.count - 1} more" if standing.count > 1 else ""
+    return f"rank {standing.first}{others}"
 
 
 def _positions(go: wire.Go) -> set[int]:

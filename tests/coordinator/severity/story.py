@@ -124,6 +124,12 @@ def the_parameters_differ() -> Story:
     return story
 
 
+def the_programs_differ() -> Story:
+    story = Story()
+    story.tell("b", "programs_differ")
+    return story
+
+
 def connection_fails() -> Story:
     story = Story()
     story.disconnect()
@@ -251,6 +257,7 @@ def the_script_does_not_start() -> Story:
 WAYS = {
     "the loss is no number": the_loss_is_no_number,
     "the parameters differ": the_parameters_differ,
+    "the programs differ": the_programs_differ,
     "nothing has failed": nothing_has_failed,
     "connection fails": connection_fails,
     "connection fails again": connection_fails_again,

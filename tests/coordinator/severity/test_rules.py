@@ -9,7 +9,6 @@ from coordinator.severity.story import WAYS
 
 from unicron_lightning.coordinator.severity.errors import KINDS, SEVERITY
 from unicron_lightning.coordinator.severity.rules import RULES
-from unicron_lightning.detection.exceptions import CONFIG
 from unicron_lightning.detection.patterns import UNKNOWN, builtin
 
 
@@ -30,7 +29,8 @@ def test_every_kind_has_one_severity_and_those_seen_today_are_the_wired_ones() -
     seen = {kind.name for kind in KINDS if kind.seen}
     by_message = {pattern.kind for pattern in builtin()} | {UNKNOWN}
     assert seen == by_message | {
-        CONFIG,
+        "config_error",
+        "programs_differ",
         *("lost_connection", "exited_abnormally", "link_flapping", "task_hang", "node_degraded", "link_degraded"),
         *("silent", "recovery_stuck", "keeps_failing", "parameters_differ"),
     }

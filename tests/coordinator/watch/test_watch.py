@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from unicron_lightning import wire
 from unicron_lightning.coordinator.watch import hangs
 from unicron_lightning.coordinator.watch.slowness import behind
-from unicron_lightning.coordinator.watch.verdict import NOTHING, Verdict, judge
+from unicron_lightning.coordinator.watch.verdict import NOTHING, Verdict, hopeless, judge
 from unicron_lightning.worker.control import activity
 
 TIMES: dict[str, Any] = {"mute_time": 5.0, "collective_time": 10.0, "stall_time": 600.0}
@@ -67,6 +67,29 @@ def test_who_does_not_answer_has_no_thread_left_that_runs() -> None:
     for asked, reachable, culprits in ((4.0, "ab", ()), (6.0, "a", ()), (6.0, "ab", ("b",))):
         verdict = judge(["a", "b"], said, reachable=frozenset(reachable), asked=asked, **TIMES)
         assert verdict.culprits == culprits
+
+
+def test_members_that_wait_in_different_operations_or_for_ended_programs_wait_in_vain() -> None:
+    def said(*reports: tuple[float, int, str]) -> dict[str, wire.ActivityReport]:
+        return {
+            f"w{rank}": does(f"w{rank}", waits=waits, position=position, operation=name)
+            for rank, (waits, position, name) in enumerate(reports)
+        }
+
+    members, apart = ["w0", "w1"], said((1.0, 3, "barrier"), (2.0, 3, "step"))
+    assert hopeless(members, apart, finished=False) == "the members wait in different operations: 'barrier' and 'step'"
+    assert not hopeless([*members, "w2"], apart, finished=False), "w2 may be on its way"
+    for reports in (
+        said((1.0, 3, "barrier"), (0.5, 3, "step")),  # not for long enough
+        said((1.0, 3, "barrier"), (1.0, 4, "step")),  # a result is on its way
+        said((9.0, 3, "step"), (9.0, 3, "step")),
+        said((9.0, 3, "step"), (9.0, 3, "")),  # a worker of an older version
+    ):
+        assert not hopeless(members, reports, finished=False)
+    alone = said((4.0, 9, "barrier"))
+    assert hopeless(["w0"], alone, finished=True) == "the members wait in 'barrier' for workers whose program has ended"
+    assert not hopeless(["w0"], alone, finished=False)
+    assert not hopeless(["w0"], said((3.9, 9, "barrier")), finished=True)
 
 
 def all_say(world: World, agents: tuple[FakeAgent, ...], culprit: FakeAgent | None, times: int = 1) -> None:

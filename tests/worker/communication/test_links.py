@@ -230,7 +230,11 @@ def test_ranks_in_different_collectives_are_told(members: Members) -> None:
         with pytest.raises(CommunicatorAborted, match="different paths"):
             differing()
 
+    members.run("ab", everything)
+    before = members.links("a")
     members.run("ab", body)
+    members.run("ab", everything)
+    assert members.links("a") == before, "the frames after the refused one are read as such"
 
 
 def test_a_member_that_has_finished_disturbs_none(members: Members) -> None:

@@ -91,6 +91,7 @@ KINDS: Final = (
         severity="SEV3",
         seen='the digests in a commit, with `on_divergence="stop"`',
     ),
+    ErrorKind(name="programs_differ", method="", severity="SEV3", seen="a `ProgramsDiffer` of this package"),
     ErrorKind(
         name="node_degraded",
         method="",
@@ -114,7 +115,7 @@ SEVERITY: Final[dict[str, Severity]] = {kind.name: kind.severity for kind in KIN
 REPORTED_ONLY: Final = ("link_flapping", "link_degraded", "nan_loss", "node_degraded")
 """Kinds that end nothing: they are only logged."""
 
-STOPPING: Final = ("parameters_differ",)
+STOPPING: Final = ("parameters_differ", "programs_differ")
 """Kinds that end the task, whatever its state is."""
 
 

@@ -40,7 +40,7 @@ def handle_error(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport
     kind = known(message.kind)
     worker = None if message.worker is None else task.workers.get(message.worker)
     if worker is not None and worker.agent == agent.id:
-        if message.ends or SEVERITY[kind] == "SEV2":
+        if kind not in STOPPING and (message.ends or SEVERITY[kind] == "SEV2"):
             _lost(task, turn, agent, worker, message)
             return
     elif message.worker is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from unicron_lightning.coordinator.events import Limits
-from unicron_lightning.coordinator.severity.errors import REPORTED_ONLY, STOPPING
+from unicron_lightning.coordinator.severity.errors import REPORTED_ONLY
 from unicron_lightning.coordinator.severity.record import Failure, SeverityRecord
 
 Trigger = Literal["SEV3", "SEV2", "SEV1", "judged"]
@@ -157,9 +157,17 @@ RULES: Final = (
         name="the parameters differ",
         on="SEV3",
         when="the kind is `parameters_differ`",
-        holds=lambda case: case.error is not None and case.error.kind in STOPPING,
+        holds=lambda case: case.error is not None and case.error.kind == "parameters_differ",
         action="stop",
         then="the task ends, with its diagnosis",
+    ),
+    Rule(
+        name="the programs differ",
+        on="SEV3",
+        when="the kind is `programs_differ`",
+        holds=lambda case: case.error is not None and case.error.kind == "programs_differ",
+        action="stop",
+        then="the task ends, with its diagnosis: a restart would take the same paths",
     ),
     Rule(
         name="nothing has failed",

@@ -23,15 +23,13 @@ from unicron_lightning.coordinator.severity.record import Failure
 from unicron_lightning.coordinator.severity.workflow import Error
 from unicron_lightning.coordinator.state import Agent, Task, Worker
 from unicron_lightning.coordinator.watch.record import WatchRecord
-from unicron_lightning.coordinator.watch.verdict import judge
+from unicron_lightning.coordinator.watch.verdict import LONG_WAIT, hopeless, judge
 
 BETWEEN: Final = ("validation", "checkpoint", "epoch_end")
 """Phases between steps that end with a wait for all ranks; the same as the workers' `activity.BETWEEN`."""
 FIRST_PAUSE: Final = 0.15
 ANSWER_SECONDS: Final = 0.1
 """Seconds after which the agent of a member that has not answered inspects it."""
-LONG_WAIT: Final = 1.0
-"""Seconds in one collective after which a member may not reach the others. A probe clarifies it at a low cost."""
 PATIENCE: Final = 3.0
 """A silent member that computes may take this multiple of the limit of the members that wait for it."""
 LAST_PAUSE: Final = 2.0
@@ -51,6 +49,9 @@ def receive_activity(task: Task, turn: Turn, agent: Agent, message: wire.Activit
         partition.suspect(task, turn, weakly=True)
     known = worker.id in watch.reports
     watch.reports[worker.id] = message
+    if message.waits >= LONG_WAIT and (why := hopeless(_members(task), watch.reports, finished=task.finishing)):
+        _communicator_hangs(task, turn, watch, why)
+        return
     if message.overdue and not watch.since:
         watch.since, watch.pause = turn.now, FIRST_PAUSE
         watch.reports = {worker.id: message}
@@ -154,7 +155,9 @@ def _judge(task: Task, turn: Turn, watch: WatchRecord) -> None:
     if all(member in watch.reports and watch.reports[member].waiting for member in members):
         partition.suspect(task, turn)
     if verdict.collective:
-        _communicator_hangs(task, turn, watch)
+        where, seconds = next(iter(watch.reports.values())).phase, turn.now - watch.since
+        cause = f"all {len(watch.reports)} members wait in {where}, none is missing, for {seconds:.1f} s"
+        _communicator_hangs(task, turn, watch, cause)
     others = sum(said.waiting for said in watch.reports.values())
     allowed = max((said.limit or 0.0 for said in watch.reports.values() if said.waiting), default=0.0)
     asked = turn.now - watch.since
@@ -195,11 +198,12 @@ def _inspect(task: Task, turn: Turn, order: wire.Inspect) -> None:
     turn.timer("stacks", STACKS_SECONDS, task=task.id, agent=agent.id)
 
 
-def _communicator_hangs(task: Task, turn: Turn, watch: WatchRecord) -> None:
-    """Renew the communicator as if a connection had broken: all members wait in a collective and none is missing."""
-    said = next(iter(watch.reports.values()))
-    seconds = turn.now - watch.since
-    cause = f"all {len(watch.reports)} members wait in {said.phase}, none is missing, for {seconds:.1f} s"
+def _communicator_hangs(task: Task, turn: Turn, watch: WatchRecord, cause: str) -> None:
+    """Renew the communicator as if a connection had broken: all members wait in a collective and none is missing.
+
+    If their scripts have taken different paths, they find that in the new epoch. Finished members are left out of it.
+    """
+    said, since = next(iter(watch.reports.values())), watch.since or turn.now
     epochs.open_incident(task)
     error = ErrorFact(
         phase=said.phase,
@@ -207,9 +211,9 @@ def _communicator_hangs(task: Task, turn: Turn, watch: WatchRecord) -> None:
         kind="nccl_timeout",
         severity=SEVERITY["nccl_timeout"],
         cause=cause,
-        happened_at=watch.since,
+        happened_at=since,
         received_at=turn.now,
-        details={"seconds": seconds},
+        details={"seconds": turn.now - since},
     )
     turn.log(task, error)
     failure = Failure(kind="nccl_timeout", node="", agent="", cause=cause, step=task.severity.step, at=turn.now)

@@ -9,8 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from unicron_lightning import wire
+
+LONG_WAIT: Final = 1.0
+"""Seconds in one collective after which a member may not reach the others. A probe clarifies it at a low cost."""
+ENDED_WAIT: Final = 4.0
+"""Seconds after which nothing more arrives from a worker whose program has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +35,30 @@ class Verdict:
 
 
 NOTHING = Verdict()
+
+
+def hopeless(members: Sequence[str], said: Mapping[str, wire.ActivityReport], *, finished: bool) -> str:
+    """Return why the collectives in which all members wait can't be completed; "" if they can.
+
+    A collective that not all ranks have entered is never completed. The members of an epoch run the same operations in
+    the same order, so one that waits in another operation has a script on another path.
+
+    Args:
+        members: live members of the training epoch.
+        said: newest activity of each member that has reported in this epoch.
+        finished: whether the programs of other members have ended.
+    """
+    reports = [said[member] for member in members if member in said]
+    waits = min((report.waits for report in reports), default=0.0)
+    if len(reports) < len(members) or waits < LONG_WAIT:
+        return ""
+    places = {(report.epoch, report.position) for report in reports}
+    names = sorted({report.operation for report in reports})
+    if len(places) == 1 and len(names) > 1 and "" not in names:
+        return f"the members wait in different operations: {' and '.join(map(repr, names))}"
+    if finished and waits >= ENDED_WAIT:
+        return f"the members wait in {' and '.join(map(repr, names))} for workers whose program has ended"
+    return ""
 
 
 def judge(

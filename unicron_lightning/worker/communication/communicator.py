@@ -13,14 +13,20 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Final, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unicron_lightning.errors import UnicronError
+from unicron_lightning.errors import ProgramsDiffer, UnicronError
 from unicron_lightning.worker.control.activity import Activity
+
+STOP: Final = "stop"
+"""Name of the operation by which members agree on the end of a run; it gives way to any other one."""
+PATHS: Final = "the members' scripts have taken different paths"
+_TAG_BYTES: Final = 100
+_NAMED: Final = 8
 
 
 class CommunicatorAborted(UnicronError):
@@ -139,10 +145,6 @@ class SoloCommunicator:
             raise CommunicatorAborted(self._reason)
 
 
-class ProgramsDiffer(UnicronError):
-    """The members are at different operations: their scripts have taken different paths."""
-
-
 def gather_rows(communicator: Communicator, row: Sequence[float]) -> Tensor:
     """Gather equally many numbers of each rank as the rows of a float64 matrix, in rank order.
 
@@ -167,9 +169,7 @@ def gather_bytes(communicator: Communicator, payload: bytes, tag: str = "") -> l
     headers = torch.empty(communicator.world, 2, dtype=torch.int64)
     communicator.wait(communicator.all_gather(headers, own))
     if len(set(headers[:, 1].tolist())) > 1:
-        raise ProgramsDiffer(
-            f"this worker is in {tag!r}, but not all others are: the members' scripts have taken different paths"
-        )
+        _raise_difference(communicator, tag)
     lengths: list[int] = headers[:, 0].tolist()
     width, total = max(lengths), sum(lengths)
     if total == 0:
@@ -187,6 +187,33 @@ def gather_bytes(communicator: Communicator, payload: bytes, tag: str = "") -> l
     data = everything.numpy().tobytes()
     ends = list(accumulate(lengths))
     return [data[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def _raise_difference(communicator: Communicator, tag: str) -> NoReturn:
+    """Raise the error of ranks in different exchanges, from which a recovery follows if one of them gives way."""
+    row = torch.frombuffer(bytearray(tag.encode()[:_TAG_BYTES].ljust(_TAG_BYTES, b"\0")), dtype=torch.uint8)
+    rows = torch.empty(communicator.world, _TAG_BYTES, dtype=torch.uint8)
+    communicator.wait(communicator.all_gather(rows, row))
+    tags = [each.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for each in rows]
+    if any(each.startswith(f"{STOP} ") for each in tags):
+        communicator.abort(PATHS)
+        raise CommunicatorAborted(PATHS)
+    names = [each.rpartition(" ")[0] for each in tags]
+    raise ProgramsDiffer(who_is_where(names if len(set(names)) > 1 else tags))
+
+
+def who_is_where(names: Sequence[str]) -> dict[str, str]:
+    """Return the operation of each group of ranks, from that of each rank."""
+    groups: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        groups.setdefault(name, []).append(rank)
+    return {_ranks(ranks): name for name, ranks in groups.items()}
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    first = ", ".join(map(str, ranks[:_NAMED]))
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {first}{more}"
 
 
 def broadcast_bytes(communicator: Communicator, payload: bytes | None, root: int) -> bytes:

@@ -106,6 +106,8 @@ class Activity:
         """Number of finished optimizer steps."""
         self.epoch = 0
         """Epoch of the world; 0 before the first."""
+        self.operation: tuple[int, str] | None = None
+        """Place and name of the engine's operation in progress."""
         self.finished: deque[StepTimes] = deque(maxlen=_KEPT)
         """Finished steps that have not been read; the reader removes them."""
         self.began = self.now.since

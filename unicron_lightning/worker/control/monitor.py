@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from unicron_lightning import wire
+from unicron_lightning.wire.fields import MOST_LETTERS
 from unicron_lightning.worker.control.activity import BETWEEN, CORE, Activity, Moment
 from unicron_lightning.worker.control.statistics import StepStatistics, Summary, evaluation_limit
 
@@ -119,6 +120,7 @@ class Monitor:
         if moment.waiting and moment.phase in BETWEEN:
             limit, seconds = self._wait_limit(moment), now - self.activity.waits_since
         due = limit
+        position, operation = self.activity.operation or (0, "")
         if moment.phase in CORE:
             seconds += moment.core
             if not moment.waiting:
@@ -141,6 +143,8 @@ class Monitor:
             limit=limit,
             micro_batch=moment.micro_batch if moment.micro_batch >= 0 else None,
             waits=round(max(now - self.activity.waits_since, 0.0), 4) if moment.waiting else 0.0,
+            position=position,
+            operation=operation[:MOST_LETTERS],
         )
 
     def _limit(self, moment: Moment) -> float | None:

@@ -55,7 +55,7 @@ class FrameReceiver(Protocol):
     """Places and takes the payloads of a link."""
 
     def place(self, link: Link, header: Header) -> memoryview | None:
-        """Return memory for a payload; None to stop reading until `Link.resume`."""
+        """Return memory for a payload; None to stop reading until `Link.resume`. After an error it is dropped."""
         ...
 
     def arrived(self, link: Link, header: Header) -> None:
@@ -205,7 +205,9 @@ class Link:
     def _place(self) -> None:
         header = self._header
         assert header is not None
-        self._target, self._filled = self._receiver.place(self, header), 0
+        # A receiver that raises gets no payload: its bytes are read and dropped, and the next frame begins after them.
+        self._target, self._filled = memoryview(bytearray(header.length)), 0
+        self._target = self._receiver.place(self, header)
         self.waits = self._target is None
         if self._target is not None and len(self._target) == 0:
             self._complete()

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from unicron_lightning import wire
-from unicron_lightning.worker.communication.communicator import Gate, Handle
+from unicron_lightning.worker.communication.communicator import PATHS, Gate, Handle
 from unicron_lightning.worker.communication.links.exchanges import HostCollective, Outbound
 from unicron_lightning.worker.communication.links.link import RESUME, Header, Link
 from unicron_lightning.worker.communication.links.pattern import dials, peers
@@ -166,7 +166,7 @@ class LinkSession:
         if (header.kind, header.size) != (exchange.kind, exchange.size):
             raise ValueError(
                 f"exchange {header.sequence} is of kind {exchange.kind} with {exchange.size} bytes here, but of kind "
-                f"{header.kind} with {header.size} bytes elsewhere: the members' scripts have taken different paths"
+                f"{header.kind} with {header.size} bytes elsewhere: {PATHS}"
             )
         try:
             place = exchange.place(header.part, header.segment)

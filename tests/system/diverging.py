@@ -1,0 +1,96 @@
+"""Trains in two workers until one of them leaves the common path after step 5; see FOLDER/case.json."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from unicron_lightning.strategies.fsdp.strategy import UnicronFSDPStrategy
+
+FOLDER = Path(sys.argv[1])
+CASE = json.loads((FOLDER / "case.json").read_text())
+AT = 5
+LAST = 60
+
+
+class Line(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def configure_model(self) -> None:
+        if CASE["strategy"] == "unicron_fsdp":
+            fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(0.02)
+        loss: Tensor = self.layer(batch[0]).square().mean()
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("loss", self.layer(batch[0]).square().mean())
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Leaves(pl.Callback):
+    """Does what the case says, at its place, on rank 0 alone (or on all, to compare)."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *about: Any) -> None:
+        self._leave("batch", trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, *about: Any) -> None:
+        self._leave("validation", trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *about: Any) -> None:
+        self._leave("epoch", trainer)
+
+    def _leave(self, place: str, trainer: pl.Trainer) -> None:
+        if place != CASE["place"] or trainer.global_step < AT or trainer.global_rank not in CASE["ranks"]:
+            return
+        if CASE["call"] == "stop":
+            trainer.should_stop = True
+        elif CASE["call"] == "barrier":
+            trainer.strategy.barrier()
+        elif CASE["call"] == "save":
+            trainer.save_checkpoint(FOLDER / "saved.ckpt")
+
+
+def main() -> None:
+    pl.seed_everything(1, verbose=False)
+    data = DataLoader(TensorDataset(torch.randn(80, 2)), batch_size=4)
+    fsdp = CASE["strategy"] == "unicron_fsdp"
+    trainer = pl.Trainer(
+        strategy=UnicronFSDPStrategy(shard_size=2) if fsdp else CASE["strategy"],
+        accelerator="cpu",
+        devices=1,
+        num_nodes=2,
+        max_steps=LAST,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Leaves()],
+    )
+    trainer.fit(Line(), data, data)
+    if CASE["call"] == "test" and trainer.global_rank in CASE["ranks"]:
+        trainer.test(Line(), data, verbose=False)
+    name = f"ended-{trainer.global_rank}.json"
+    (FOLDER / name).write_text(json.dumps({"step": trainer.global_step, "at": time.time()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Ranks on different paths: the task ends at once and names both calls; a stop of one rank is a stop of all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from system.cluster import Cluster
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+SCRIPT = Path(__file__).with_name("diverging.py")
+
+
+def run(folder: Path, **case: Any) -> tuple[set[int], Cluster]:
+    (folder / "case.json").write_text(json.dumps({"strategy": "unicron", "place": "batch", "ranks": [0], **case}))
+    with Cluster(folder, agents=2, nodes="2:2", script=SCRIPT) as cluster:
+        return set(cluster.wait_exit(200).values()), cluster
+
+
+@pytest.mark.parametrize("strategy", ["unicron", "unicron_fsdp"])
+@pytest.mark.parametrize(("call", "name"), [("barrier", "barrier"), ("save", "save_checkpoint")])
+def test_one_rank_alone_in_a_collective_ends_the_task(tmp_path: Path, call: str, name: str, strategy: str) -> None:
+    statuses, cluster = run(tmp_path, call=call, strategy=strategy)
+    assert statuses == {1}
+    [stopped] = cluster.events("task_stopped")
+    assert f"rank 0 in '{name}'" in stopped["reason"] and "rank 1 in 'step'" in stopped["reason"]
+
+
+def test_one_rank_alone_tests_after_the_others_have_finished(tmp_path: Path) -> None:
+    statuses, _cluster = run(tmp_path, call="test", place="after")
+    assert statuses == {0} and len(list(tmp_path.glob("ended-*.json"))) == 2
+
+
+@pytest.mark.parametrize("strategy", ["unicron", "unicron_fsdp"])
+@pytest.mark.parametrize("place", ["batch", "validation", "epoch"])
+def test_a_stop_of_one_rank_stops_all(tmp_path: Path, place: str, strategy: str) -> None:
+    statuses, cluster = run(tmp_path, call="stop", place=place, strategy=strategy)
+    assert statuses == {0}
+    steps = {json.loads(path.read_text())["step"] for path in tmp_path.glob("ended-*.json")}
+    assert len(steps) == 1 and steps < {*range(30)}, steps
+    assert not cluster.events("task_stopped")
