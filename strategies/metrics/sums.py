@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from unicron_lightning.data.streams import StreamEnds
 from unicron_lightning.strategies.metrics.recording import LogCall, Options, merge_calls
 from unicron_lightning.strategies.metrics.step_metrics import StepMetrics
-from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
+from unicron_lightning.strategies.state.module_buffers import STATISTICS, ModuleBuffers
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import Bucket, FlatBucket
 from unicron_lightning.worker.communication.communicator import gather_bytes
@@ -70,72 +70,120 @@ class SumsLayout:
             self.streams.load_state(state["streams"])
 
 
+class _Statistic:
+    """One statistic of a layer: the tensor that a step begins with, and its value then.
+
+    Args:
+        layer: owner.
+        name: of the buffer.
+    """
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        self._layer, self._name = layer, name
+        self._tensor = self.now
+        self.base = self._tensor.clone()
+
+    @property
+    def now(self) -> Tensor:
+        """The layer's present tensor: code of a module may put another one in its place."""
+        tensor = self._layer._buffers[self._name]
+        assert tensor is not None
+        return tensor
+
+    def set(self, value: Tensor, *, unnoticed: bool = False) -> None:
+        """Set the value of the step's tensor, and put it into the layer.
+
+        Args:
+            value: to be copied.
+            unnoticed: keep the tensor's version.
+        """
+        (self._tensor.data if unnoticed else self._tensor).copy_(value)
+        self._layer._buffers[self._name] = self._tensor
+
+    def restore(self) -> None:
+        """Restore the value at the step's start."""
+        self.set(self.base)
+
+
 class NormStatistics:
     """Running statistics of batch-norm layers: each micro-batch starts from the step's; the mean over all is kept.
 
     torch DDP keeps rank 0's, which depend on rank 0's data. Here they depend on the global batch only.
+
+    Args:
+        module: owner of the layers. Its code may replace the statistics and begin or end their tracking, between steps.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        layers = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-        self._floats = [b for m in layers for b in (m.running_mean, m.running_var) if b is not None]
-        self._counts = [m.num_batches_tracked for m in layers if m.num_batches_tracked is not None]
-        self._base: list[Tensor] = []
-        self._base_counts: list[Tensor] = []
-        size = sum(b.numel() for b in self._floats) + len(self._counts)  # a slot per count: whether it has moved
-        self.bucket = FlatBucket(torch.zeros(size, device=self._floats[0].device)) if self._floats else None
+        self._layers = [each for each in module.modules() if isinstance(each, _NormBase)]
+        self._floats: list[_Statistic] = []
+        self._counts: list[_Statistic] = []
+        self.bucket: FlatBucket | None = None
+        self.begin()
 
     def begin(self) -> None:
-        if self.bucket is not None:
-            self._base = [b.clone() for b in self._floats]
-            self._base_counts = [c.clone() for c in self._counts]
+        """Start a step."""
+        tracked = [layer for layer in self._layers if layer.track_running_stats]
+        self._floats, self._counts = (
+            [_Statistic(layer, name) for layer in tracked for name in names if layer._buffers.get(name) is not None]
+            for names in (STATISTICS[:2], STATISTICS[2:])
+        )
+        if not self._floats:
+            self.bucket = None
+            return
+        size = sum(each.base.numel() for each in self._floats) + len(
+            self._counts
+        )  # of each count: whether it has moved
+        wide = any(each.base.dtype == torch.float64 for each in self._floats)
+        values = torch.zeros(size, dtype=torch.float64 if wide else torch.float32, device=self._floats[0].base.device)
+        if self.bucket is None or self.bucket.local.shape != values.shape or self.bucket.local.dtype != values.dtype:
+            self.bucket = FlatBucket(values)
+        else:
             self.bucket.local.zero_()
 
     def restore(self) -> None:
         """Restore the step's start after an exception in a micro-batch."""
-        for buffer, base in zip([*self._floats, *self._counts], [*self._base, *self._base_counts], strict=False):
-            buffer.copy_(base)
+        for each in (*self._floats, *self._counts):
+            each.restore()
 
     def hold(self) -> list[Tensor]:
         """Return the present statistics for `put_back`, and restore the step's start.
 
         Graphs of paused micro-batches may have the statistics, so their versions stay the same.
         """
-        buffers = [*self._floats, *self._counts]
-        held = [buffer.clone() for buffer in buffers]
-        for buffer, base in zip(buffers, [*self._base, *self._base_counts], strict=False):
-            buffer.data.copy_(base)
+        held = [each.now.clone() for each in (*self._floats, *self._counts)]
+        for each in (*self._floats, *self._counts):
+            each.set(each.base, unnoticed=True)
         return held
 
     def put_back(self, held: Sequence[Tensor]) -> None:
         """Restore what `hold` has returned."""
-        for buffer, value in zip([*self._floats, *self._counts], held, strict=True):
-            buffer.data.copy_(value)
+        for each, value in zip([*self._floats, *self._counts], held, strict=True):
+            each.set(value, unnoticed=True)
 
     def finish_micro_batch(self) -> None:
         """Add the micro-batch's changes to the sums and restore the step's start."""
         if self.bucket is None:
             return
         offset = 0
-        for buffer, base in zip(self._floats, self._base, strict=True):
-            self.bucket.local[offset : offset + buffer.numel()] += (buffer - base).reshape(-1)
-            offset += buffer.numel()
-            buffer.copy_(base)
-        for slot, (count, base) in enumerate(zip(self._counts, self._base_counts, strict=True)):
-            self.bucket.local[offset + slot] += (count - base).to(self.bucket.local.dtype)
-            count.copy_(base)
+        for each in self._floats:
+            self.bucket.local[offset : offset + each.base.numel()] += (each.now - each.base).reshape(-1)
+            offset += each.base.numel()
+        for slot, each in enumerate(self._counts):
+            self.bucket.local[offset + slot] += (each.now - each.base).to(self.bucket.local.dtype)
+        self.restore()
 
     def commit(self, num_micro_batches: int) -> None:
         """Set the mean over the global batch; a step counts as one batch."""
         if self.bucket is None:
             return
         offset = 0
-        for buffer, base in zip(self._floats, self._base, strict=True):
-            change = self.bucket.reduced[offset : offset + buffer.numel()].view_as(buffer)
-            buffer.copy_(base + change / num_micro_batches)
-            offset += buffer.numel()
-        for slot, (count, base) in enumerate(zip(self._counts, self._base_counts, strict=True)):
-            count.copy_(base + (self.bucket.reduced[offset + slot] > 0).to(base.dtype))
+        for each in self._floats:
+            change = self.bucket.reduced[offset : offset + each.base.numel()].view_as(each.base)
+            each.set(each.base + change / num_micro_batches)
+            offset += each.base.numel()
+        for slot, each in enumerate(self._counts):
+            each.set(each.base + (self.bucket.reduced[offset + slot] > 0).to(each.base.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,10 +125,11 @@ class ModuleBuffers:
     Args:
         module: owner of the buffers; buffers registered later are ignored.
         frozen: follow its frozen parameters, too, if they are no larger than the trained ones.
+        norms: follow the statistics of batch norm, too.
     """
 
-    def __init__(self, module: nn.Module, *, frozen: bool = False) -> None:
-        self._buffers = [_Place.of(*found) for found in _buffers(module)]
+    def __init__(self, module: nn.Module, *, frozen: bool = False, norms: bool = False) -> None:
+        self._buffers = [_Place.of(*found) for found in _buffers(module, norms=norms)]
         self._parameters = [_Place.of(*found) for found in _parameters(module)] if frozen else []
         self._places: dict[int, _Place] = {}
         """The places that are followed, by number; those of parameters follow those of buffers."""
@@ -327,7 +328,7 @@ class EvaluationBuffers:
     _warned: ClassVar[set[str]] = set()
 
     def __init__(self, module: nn.Module) -> None:
-        self._buffers = ModuleBuffers(module)
+        self._buffers = ModuleBuffers(module, norms=True)
         self._buffers.begin(0, ())
 
     def undo(self) -> None:
@@ -373,13 +374,13 @@ def check_registered(module: nn.Module, first: Collection[str]) -> None:
             )
 
 
-def _buffers(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield the buffers once each, without the statistics of batch norm and the states of metrics."""
+def _buffers(module: nn.Module, *, norms: bool) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield the buffers once each, without the states of metrics, and with the statistics of batch norm on request."""
     seen: set[int] = set()
     for owner in module.modules():
         if isinstance(owner, torchmetrics.Metric):
             continue
-        others = STATISTICS if isinstance(owner, _NormBase) and owner.track_running_stats else ()
+        others = STATISTICS if isinstance(owner, _NormBase) and not norms else ()
         for name, tensor in owner._buffers.items():
             if tensor is not None and name not in others and id(tensor) not in seen:
                 seen.add(id(tensor))

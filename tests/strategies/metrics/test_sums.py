@@ -206,6 +206,36 @@ def test_norm_statistics_do_not_depend_on_who_computes() -> None:
     assert layer.num_batches_tracked == 1
 
 
+def test_statistics_that_code_replaces_between_and_in_steps_are_followed() -> None:
+    """As `StochasticWeightAveraging` does before its pass over the data."""
+    torch.manual_seed(0)
+    data, layer = torch.randn(4, 5, 3, dtype=torch.float64), nn.BatchNorm1d(3).double()
+    norms = NormStatistics(layer)
+    layer.running_mean = torch.zeros_like(layer.running_mean)
+    layer.num_batches_tracked *= 0
+    layer.momentum = None
+    norms.begin()
+    for micro_batch in data:
+        layer.running_mean = layer.running_mean.clone()
+        layer(micro_batch)
+        norms.finish_micro_batch()
+    assert norms.bucket is not None
+    norms.bucket.reduced.copy_(norms.bucket.local)
+    norms.commit(4)
+    assert torch.allclose(layer.running_mean, data.mean((0, 1)), atol=1e-15), "in the statistics' own precision"
+
+
+def test_layers_that_begin_and_end_to_track_their_statistics() -> None:
+    """As `BaseFinetuning` does when it freezes and unfreezes layers."""
+    layer = nn.BatchNorm1d(3)
+    layer.track_running_stats = False
+    norms = NormStatistics(layer)
+    assert norms.bucket is None
+    layer.track_running_stats = True
+    norms.begin()
+    assert norms.bucket is not None and norms.bucket.local.numel() == 7
+
+
 class Metrics(nn.Module):
     def __init__(self) -> None:
         super().__init__()

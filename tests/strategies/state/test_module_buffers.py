@@ -237,6 +237,15 @@ def test_evaluation_leaves_buffers_as_they_are(caplog: pytest.LogCaptureFixture)
     assert len(warned) == len(set(warned)) > 0
 
 
+def test_evaluation_leaves_the_statistics_of_batch_norm_as_they_are() -> None:
+    layer = nn.BatchNorm1d(3)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    buffers = EvaluationBuffers(layer.train())
+    layer(torch.randn(4, 3))
+    buffers.undo()
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
 def test_a_buffer_that_is_made_in_a_step_is_refused_by_name_but_not_a_cache() -> None:
     module = Module()
     first = set(module.state_dict())
