@@ -106,6 +106,9 @@ class DataParallel(Parallelism):
         if self.manual is not None and "manual" in state:
             self.manual.load_state(state["manual"])
 
+    def compare(self, *, joined: bool) -> None:
+        self.steps.divergence.expect(joined=joined)
+
     def at_boundary(self) -> None:
         if self.manual is not None:
             self.manual.arrive()
@@ -121,9 +124,10 @@ class WholeModelSteps:
         strategy: the strategy that they belong to.
         bucket_bytes: size of a gradient bucket.
         overlap: start reductions during the last micro-batch's backward.
-        divergence: compares the workers' parameters.
+        divergence: compares the workers' states.
 
     Attributes:
+        divergence: as above.
         balance: shares of the ranks by speed; None: equal ones.
         manual: runs the steps instead, if the module optimizes manually.
     """
@@ -136,7 +140,7 @@ class WholeModelSteps:
         self._strategy = strategy
         self._bucket_bytes = bucket_bytes
         self._overlap = overlap
-        self._divergence = divergence
+        self.divergence = divergence
         self._trained = TrainedParameters()
         self._gradients: GradientBuckets | None = None
         self._effects: Effects | None = None
@@ -153,7 +157,7 @@ class WholeModelSteps:
         self.balance = balance
         self._watched = is_overridden("optimizer_zero_grad", strategy.module)
         if not strategy.module.automatic_optimization:
-            options = (self._bucket_bytes, self._divergence, self._effects)
+            options = (self._bucket_bytes, self.divergence, self._effects)
             self.manual = ManualSteps(strategy, *options, overlap=self._overlap)
 
     def check_data(self, loader: DataLoader[Any]) -> None:
@@ -171,12 +175,12 @@ class WholeModelSteps:
         effects.begin(batch, strategy.agreed)
         sums = StepSums(strategy.agreed, effects.norms, effects.buffers, gradients, effects.metrics)
         micro_batches = MicroBatches(strategy, batch, sums, effects, takes_index=bool(where), skips=True)
-        digest = self._divergence.digest(module.parameters(), engine)
+        digest = self.divergence.digest(strategy)
         operation = GradientStep(
             batch.micro_batches, gradients, sums, micro_batches.run, self.balance, digest, batch.in_full_step
         )
         engine.run(operation)
-        self._divergence.check(operation, engine)
+        self.divergence.check(operation, engine)
         loss, calls, self._used = sums.finish()
         effects.norms.commit(len(batch.micro_batches))
         return FinishedStep(operation=operation, loss=loss, calls=calls, output=micro_batches.output(loss))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ class Membership:
         self.logged: bytes | None = None
         self.joins = False
         self._arrival: dict[str, Any] | None = None
+        self._reset: Callable[[], None] = _nothing
+        """Restores the part of the state that is not in `_arrival`."""
         self._parts = False
         self._checked = False
         self._skipped: int | float | None = None
@@ -55,8 +58,10 @@ class Membership:
         """Join the task; work that needs no state is done before the members have to wait for this worker."""
         strategy, session = self._strategy, self._strategy.session
         self._begin_late(trainer)
-        trainer.num_sanity_val_steps = 0
+        checks, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
         trainer.fit_loop.setup_data()
+        if checks and trainer.enable_validation:  # the members have set it up for their sanity check
+            join_state.set_up_validation(trainer)
         join_state.warm_up()
         if session.is_past():  # the task has begun another one meanwhile
             self.skip(trainer)
@@ -72,11 +77,12 @@ class Membership:
         strategy.comparison.add_data(strategy.loaders.training)
         strategy.comparison.check(state.get("described"))
         strategy.seed, strategy.memory.previous = state["seed"], state["boundary"]
-        join_state.receive(trainer, state)
-        self._arrival, self._parts = state, join.parts
+        self._arrival, self._parts = join_state.receive(trainer, state), join.parts
         if session.control is not None:
             session.control.event("state_restored", tier="peer", step=session.engine.step)
         strategy.parallelism.admitted(state)
+        self._reset = strategy.parallelism.snapshot()
+        strategy.parallelism.compare(joined=True)
         self.joins = False
         if strategy.engine.world.rank == 0:  # the sender died meanwhile
             take_over(trainer.loggers)
@@ -118,6 +124,7 @@ class Membership:
         if whole is not None:
             strategy.seed = whole["seed"]
             strategy.parallelism.admitted(whole)
+            self._reset = strategy.parallelism.snapshot()
 
     def remember(self, trainer: pl.Trainer) -> bool:
         """Resume from a state in the agents' memory, if the coordinator offers one; return whether it did.
@@ -138,6 +145,7 @@ class Membership:
         """Continue from the state of `remember`, together with the other founders."""
         assert self._arrival is not None
         self._strategy.parallelism.admitted(self._arrival)
+        self._reset = self._strategy.parallelism.snapshot()
 
     def boundary(self, trainer: pl.Trainer) -> None:
         """Enter or leave worlds between steps: the only place where a world grows, or is left on order."""
@@ -147,10 +155,14 @@ class Membership:
         if self._late:
             self._late = False
             callbacks.allow_search(trainer)
+            if self._skipped is None and self._sanity_steps is not None:
+                trainer.num_sanity_val_steps, self._sanity_steps = self._sanity_steps, None
         join_state.note_epoch(trainer)
         if self._arrival is not None:
             state, self._arrival = self._arrival, None
+            reset, self._reset = self._reset, _nothing
             join_state.arrive(trainer, state, strategy.agreed, strategy.root_device)
+            reset()
             strategy.stopping.agreed = trainer.should_stop
         elif self.logged is not None:
             join_state.restore_logged(trainer, self.logged, strategy.root_device)
@@ -176,6 +188,8 @@ class Membership:
             strategy.comparison.add_data(strategy.loaders.training)
         join = Join(lambda: codec.encode(self.state(trainer)))
         engine.switch(join)
+        if join.admits:
+            strategy.parallelism.compare(joined=False)
         if join.parts or self._parts:
             part(strategy, trainer, self.state(trainer))
 
@@ -198,3 +212,7 @@ class Membership:
             "described": strategy.comparison.described,
             "boundary": strategy.memory.previous,
         }
+
+
+def _nothing() -> None:
+    """Restore nothing."""

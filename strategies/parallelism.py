@@ -248,6 +248,13 @@ class Parallelism(ABC):
         """
         return present(self.share(range(in_full_step[-1] + 1)), in_full_step)
 
+    def compare(self, *, joined: bool) -> None:  # noqa: B027
+        """Compare the workers' states before the next step, as one has joined.
+
+        Args:
+            joined: whether it is this one.
+        """
+
     def at_boundary(self) -> None:  # noqa: B027
         """Act between two steps, after a possible change of worlds."""
 
@@ -257,6 +264,13 @@ class Parallelism(ABC):
 
     def admitted(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Take another worker's, or a checkpoint's, `state`; Lightning's part is restored."""
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that restores this worker's part of the model, and of its optimizer, as they are now.
+
+        Hooks of a run's start may change them. What `state` and Lightning's checkpoint have is left out.
+        """
+        return lambda: None
 
     @abstractmethod
     def close(self) -> None:

@@ -29,8 +29,8 @@ class UnicronStrategy(FaultTolerantStrategy):
         rebalance: a rank that is slower than the others gets fewer of a step's micro-batches.
         compare: workers compare seed, data, parameters and settings when the task begins and at each join, and one that
             differs is refused; see `state.comparison`. Set False if `hparams` differ on purpose.
-        digest_every: number of steps between two comparisons of the workers' parameters, by a digest in the commit. 0:
-            never.
+        digest_every: number of steps between two comparisons of the workers' parameters, buffers and rates, by a digest
+            in the commit; in the first step with a joiner all of their state is compared. 0: never.
         on_divergence: ``heal`` replaces workers whose parameters differ from most, ``stop`` ends the task; see
             `divergence`.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.

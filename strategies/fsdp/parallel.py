@@ -231,5 +231,15 @@ class FsdpParallel(Parallelism):
     def state(self, trainer: pl.Trainer) -> dict[str, Any]:
         return {"buffers": unsaved(trainer.lightning_module)}
 
+    def snapshot(self) -> Callable[[], None]:
+        fabric, model = self.member.fabric, self.member.model
+        at, state = fabric.at, model.state()
+
+        def restore() -> None:
+            if fabric.at == at:  # otherwise another worker has sent a newer one
+                model.load_state(state)
+
+        return restore
+
     def close(self) -> None:
         """Keep the shard for the script's next run."""

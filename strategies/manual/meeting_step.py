@@ -12,6 +12,7 @@ from unicron_lightning.strategies.manual.strand import MeetingPlace
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.commit import Sums
 from unicron_lightning.worker.communication.communicator import gather_bytes
+from unicron_lightning.worker.digest import NO_DIGEST, StateDigest
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.step import GradientStep
@@ -37,7 +38,7 @@ class MeetingStep(GradientStep):
         strands: numbers of the strands on this rank; changes with ``run``.
         meeting: what this rank's strands have come to.
         place: for errors.
-        digest: of the parameters; 0.0 without one.
+        digest: of the state before the step.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class MeetingStep(GradientStep):
         strands: Collection[int],
         meeting: MeetingPlace,
         place: str,
-        digest: float = 0.0,
+        digest: StateDigest = NO_DIGEST,
     ) -> None:
         super().__init__(micro_batches, gradients, sums, run, digest=digest)
         self._strands = strands

@@ -35,6 +35,7 @@ from unicron_lightning.strategies.parallelism import FinishedStep
 from unicron_lightning.strategies.state.divergence import Divergence
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
 from unicron_lightning.worker.buckets import GradientBuckets
+from unicron_lightning.worker.digest import NO_DIGEST, StateDigest
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -47,7 +48,7 @@ class ManualSteps:
         strategy: the strategy that they belong to.
         bucket_bytes: size of a gradient bucket.
         overlap: start reductions during the last micro-batch's backward.
-        divergence: compares the workers' parameters.
+        divergence: compares the workers' states.
         effects: changes of micro-batches beside gradients.
     """
 
@@ -150,7 +151,7 @@ class ManualSteps:
             self._strands, self._placed = {}, None
 
     def _meetings(self, lead: Strand) -> FinishedStep:
-        digest = self._divergence.digest(self._strategy.module.parameters(), self._strategy.engine)
+        digest = self._divergence.digest(self._strategy)
         while True:
             self._place(lead)
             self._target = self._bring(lead, None)
@@ -176,7 +177,7 @@ class ManualSteps:
             assert strand.loss is not None
             sums.add(strand.loss, ())
 
-        finished = self._run(run, gradients, sums, 0.0).finished
+        finished = self._run(run, gradients, sums, NO_DIGEST).finished
         self._put_back(gradients)
         _, _, used = sums.finish()
         result = gradients.summed(used)
@@ -194,7 +195,7 @@ class ManualSteps:
         for strand in {id(each): each for each in (lead, *self._strands.values())}.values():
             self._add(strand, result)
 
-    def _end(self, lead: Strand, digest: float) -> FinishedStep:
+    def _end(self, lead: Strand, digest: StateDigest) -> FinishedStep:
         """Bring all micro-batches to the end of ``training_step``, and commit their other effects."""
         strategy, effects, batch = self._strategy, self._effects, self._batch
         gradients = self._buckets_of(END)
@@ -223,7 +224,7 @@ class ManualSteps:
         return FinishedStep(operation=operation, loss=loss, calls=calls, output=output)
 
     def _run(
-        self, run: Callable[[int], None], gradients: GradientBuckets, sums: StepSums, digest: float
+        self, run: Callable[[int], None], gradients: GradientBuckets, sums: StepSums, digest: StateDigest
     ) -> MeetingStep:
         operation = MeetingStep(
             self._batch.micro_batches,

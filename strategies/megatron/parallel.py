@@ -179,6 +179,19 @@ class MegatronParallel(Parallelism):
         self.member.founded()
         self._optimizer.set_rates(state["rates"])
 
+    def snapshot(self) -> Callable[[], None]:
+        fabric, model, rates = self.member.fabric, self.member.model, self._optimizer.rates()
+        at, kept = fabric.at, [(tensor, tensor.detach().clone()) for tensor in model.tensors()]
+
+        def restore() -> None:
+            if fabric.at == at:  # otherwise another worker has sent a newer one
+                with torch.no_grad():
+                    for tensor, value in kept:
+                        tensor.copy_(value)
+            self._optimizer.set_rates(rates)
+
+        return restore
+
     def close(self) -> None:
         if self._member is not None:
             self._member.close()

@@ -1,34 +1,73 @@
 """Lightning's own callbacks on a worker that joins or resumes: state that their `state_dict` leaves out.
 
-`ModelCheckpoint` decides by such state whether it saves, which all ranks do together. `LearningRateFinder` searches
-when a fit starts: the members have done so, and their learning rate is in the optimizer's state.
+`ModelCheckpoint` decides by such state whether it saves, which all ranks do together. Others keep what they have loaded
+for a hook of a later run. `LearningRateFinder` searches when a fit starts: the members have done so, and their learning
+rate is in the optimizer's state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.tuner.lr_finder import _determine_lr_attr_name, _LRCallback
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_setattr
 
-_SAVING: Final = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+_BEYOND: Final[Mapping[type, Sequence[str]]] = {
+    ModelCheckpoint: (
+        "current_score",
+        "_last_global_step_saved",
+        "_last_checkpoint_saved",
+        "_defer_save_until_validation",
+    ),
+    BaseFinetuning: ("_restarting",),
+    BackboneFinetuning: ("previous_backbone_lr",),
+    StochasticWeightAveraging: ("n_averaged", "_init_n_averaged", "_scheduler_state", "_initialized"),
+    WeightAveraging: ("_latest_update_epoch",),
+}
+"""Attributes of callbacks that are plain data."""
 
 
 def state(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the state that joiners need, as plain data."""
-    saving = [{name: getattr(saver, name) for name in _SAVING} for saver in _of(trainer, ModelCheckpoint)]
-    return {"saving": saving, "rates": [lightning_getattr(trainer.lightning_module, name) for name in _rates(trainer)]}
+    beyond = [
+        [{name: vars(each)[name] for name in names} for each in _of(trainer, kind)] for kind, names in _BEYOND.items()
+    ]
+    rates = [lightning_getattr(trainer.lightning_module, name) for name in _rates(trainer)]
+    return {"beyond": beyond, "rates": rates}
 
 
 def restore(trainer: pl.Trainer, known: Mapping[str, Sequence[Any]]) -> None:
     """Set what `state` gave on a member."""
-    for saver, values in zip(_of(trainer, ModelCheckpoint), known.get("saving", ()), strict=False):
-        vars(saver).update(values)
+    for kind, values in zip(_BEYOND, known.get("beyond", ()), strict=False):
+        for callback, each in zip(_of(trainer, kind), values, strict=False):
+            vars(callback).update(each)
     for name, rate in zip(_rates(trainer), known.get("rates", ()), strict=False):
         lightning_setattr(trainer.lightning_module, name, rate)
+
+
+def catch_up(trainer: pl.Trainer, known: Mapping[str, Sequence[Any]]) -> None:
+    """Have `StochasticWeightAveraging` make the scheduler that the members' has made in an epoch before this one."""
+    members = dict(zip(_BEYOND, known.get("beyond", ()), strict=False)).get(StochasticWeightAveraging, ())
+    for averaging, member in zip(_of(trainer, StochasticWeightAveraging), members, strict=False):
+        if member["_initialized"] and not averaging._initialized:
+            told: Any = SimpleNamespace(
+                current_epoch=averaging.swa_end,  # the last one in which it makes one
+                max_epochs=trainer.max_epochs,
+                optimizers=trainer.optimizers,
+                lr_scheduler_configs=trainer.lr_scheduler_configs,
+            )
+            averaging.on_train_epoch_start(told, trainer.lightning_module)
 
 
 def searches(trainer: pl.Trainer) -> bool:

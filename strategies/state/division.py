@@ -86,5 +86,4 @@ class StateDivision:
 
     def restore(self, trainer: pl.Trainer, state: dict[str, Any], common: bytes) -> dict[str, Any]:
         """Restore a checked state; return that of the loops, for `join_state.arrive`."""
-        join_state.resume_from(trainer, state)
-        return state
+        return join_state.resume_from(trainer, state)

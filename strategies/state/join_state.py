@@ -1,20 +1,26 @@
 """The whole training state at a step boundary, for a joiner: a checkpoint and everything that it leaves out.
 
 The checkpoint part goes through Lightning's own restore functions, so that hooks, callbacks and data modules are called
-as in a resume. The rest (exact counters, accumulated results, random state) is set when the joiner's loop is at the
-donor's place: before the first batch is handed out.
+as in a resume. A joiner runs the hooks at the start of a run and of a data epoch, and they may change what they find.
+Therefore all of the state is restored twice: before these hooks, which see a resumed run, and, together with the rest
+(exact counters, accumulated results, random state), when the joiner's loop is at the donor's place: before the first
+batch is handed out.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops import _FitLoop
 from lightning.pytorch.trainer import call
+from torch.optim import Optimizer
 
 from unicron_lightning.data.seeding import random_states, restore_random_states
 from unicron_lightning.strategies.metrics.loggers import adopt_versions, cut_rows, versions
@@ -22,6 +28,7 @@ from unicron_lightning.strategies.metrics.recording import RecordingResults
 from unicron_lightning.strategies.metrics.step_metrics import StepMetrics
 from unicron_lightning.strategies.metrics.sums import SumsLayout
 from unicron_lightning.strategies.state import callbacks
+from unicron_lightning.strategies.state.layer_settings import layer_settings, set_layers
 from unicron_lightning.strategies.state.module_buffers import restore_unsaved, unsaved
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
@@ -40,6 +47,18 @@ _LEFT_OUT = (
 """A joiner's script has made its own hyperparameters; they may hold objects that are no plain data."""
 
 
+_SETTINGS: Final = (
+    "should_stop",
+    "limit_train_batches",
+    "limit_val_batches",
+    "val_check_interval",
+    "val_check_batch",
+    "check_val_every_n_epoch",
+    "log_every_n_steps",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+)
+"""Of a trainer."""
 WHOLE: Final = "unicron_state"
 """Key of a checkpoint: the rest of the state at a step boundary, encoded. A checkpoint that was written there is
 resumed with it, because Lightning would take its counters for those of the end of a step.
@@ -97,6 +116,7 @@ def loop_state(trainer: pl.Trainer, layout: SumsLayout, seed: int, fit: int) -> 
     assert isinstance(results, RecordingResults)
     return {
         "checkpoint": {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT},
+        "plain": _is_plain(trainer, checkpoint["state_dict"]),
         "counters": counters(trainer.fit_loop),
         "results": results.state(),
         "metric_states": StepMetrics(trainer.lightning_module).states(),
@@ -105,8 +125,10 @@ def loop_state(trainer: pl.Trainer, layout: SumsLayout, seed: int, fit: int) -> 
         "metrics": [connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics],
         "epoch_metrics": results.at_epoch_start,
         "callbacks": callbacks.state(trainer),
+        "layers": layer_settings(trainer.lightning_module),
+        "validates": trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
         "versions": versions(trainer.loggers),
-        "should_stop": trainer.should_stop,
+        "settings": [{name: getattr(owner, name) for name in names} for owner, names in _settings(trainer)],
         "layout": layout.state(),
         "random": random_states(),
         "seed": seed,
@@ -168,18 +190,17 @@ def resume(trainer: pl.Trainer, path: str) -> dict[str, Any] | None:
     if WHOLE in connector._loaded_checkpoint:
         whole: dict[str, Any] = codec.decode(connector._loaded_checkpoint.pop(WHOLE))
         trainer.num_sanity_val_steps = 0
-        receive(trainer, {**whole, "checkpoint": connector._loaded_checkpoint})
-        return whole
+        return receive(trainer, {**whole, "checkpoint": connector._loaded_checkpoint})
     connector.restore_model()
     connector.restore_datamodule()
     connector.restore_callbacks()
     return None
 
 
-def resume_from(trainer: pl.Trainer, state: dict[str, Any]) -> None:
-    """Resume from a joiner's state that a member of an earlier life has left; `arrive` follows."""
+def resume_from(trainer: pl.Trainer, state: dict[str, Any]) -> dict[str, Any]:
+    """Resume from a joiner's state that a member of an earlier life has left; return the state for `arrive`."""
     cut_rows(trainer.loggers, int(state["checkpoint"]["global_step"]))
-    receive(trainer, state)
+    return receive(trainer, state)
 
 
 def check(trainer: pl.Trainer) -> None:
@@ -192,33 +213,89 @@ def check(trainer: pl.Trainer) -> None:
     codec.check({key: value for key, value in checkpoint.items() if key not in _LEFT_OUT})
 
 
-def receive(trainer: pl.Trainer, state: dict[str, Any]) -> None:
-    """Restore the checkpoint's contents, and the counters as at the start of the donor's epoch."""
-    connector = trainer._checkpoint_connector
-    connector._loaded_checkpoint = state["checkpoint"]
-    connector.restore_model()
-    connector.restore_datamodule()
-    connector.restore_callbacks()
-    if "groups" in state:
-        _regroup(trainer, state["requires_grad"], state["groups"])
-    restore_unsaved(trainer.lightning_module, state.get("buffers", {}))
-    connector.restore_precision_plugin_state()
-    connector.restore_optimizers_and_schedulers()
-    connector._loaded_checkpoint = {}  # Lightning's later restore_training_state finds nothing left to do
+def receive(trainer: pl.Trainer, state: dict[str, Any]) -> dict[str, Any]:
+    """Restore the state for the hooks at the start, with the counters as at the start of the donor's epoch.
+
+    Returns:
+        The state for `arrive`: nothing that the hooks do changes it.
+    """
+    whole = trainer.strategy.parallelism.whole  # type: ignore[attr-defined]
+    parts: dict[str, Any] = {} if whole else {"state_dict": {}, "optimizer_states": [{} for _ in trainer.optimizers]}
+    kept = copy.deepcopy({**state, "checkpoint": {**state["checkpoint"], **parts}})
+    _restore(trainer, state)
+    for optimizer in trainer.optimizers:
+        optimizer.add_param_group = partial(_add_group_once, optimizer)  # type: ignore[method-assign]
     shown = trainer._logger_connector
     shown._callback_metrics, shown._logged_metrics, shown._progress_bar_metrics = map(
         dict, state.get("epoch_metrics", ({}, {}, {}))
     )
     adopt_versions(trainer.loggers, state.get("versions", ()))
     set_counters(trainer.fit_loop, state["counters"])
+    if state.get("validates"):
+        set_up_validation(trainer)
     epoch: Any = trainer.fit_loop.epoch_progress.current
     epoch.ready = epoch.started = epoch.completed = epoch.processed
     total: Any = trainer.fit_loop.epoch_progress.total
     total.ready = total.started = total.completed = total.processed
+    return kept
+
+
+def set_up_validation(trainer: pl.Trainer) -> None:
+    """Set up the data of validations, as a sanity check does: callbacks read ``trainer.num_val_batches``."""
+    stage, trainer.validating = trainer.state.stage, True
+    trainer.fit_loop.epoch_loop.val_loop.setup_data()
+    trainer.state.stage = stage
+
+
+def _restore(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+    """Restore the checkpoint's contents, and what belongs to the parameters.
+
+    Hooks get a copy: the values that they change on their way, as those of a resume may, are not the members'.
+    """
+    connector, checkpoint = trainer._checkpoint_connector, state["checkpoint"]
+    connector._loaded_checkpoint = given = _structure(checkpoint)
+    if state.get("plain"):
+        call._call_lightning_module_hook(trainer, "on_load_checkpoint", given)
+    else:
+        connector.restore_model()
+    call._call_callbacks_on_load_checkpoint(trainer, given)
+    connector._loaded_checkpoint = checkpoint
+    connector.restore_datamodule()
+    call._call_callbacks_load_state_dict(trainer, checkpoint)
+    if state.get("plain"):
+        trainer.strategy.load_model_state_dict(checkpoint, strict=trainer.lightning_module.strict_loading)
+    if "groups" in state:
+        _regroup(trainer, state["requires_grad"], state["groups"])
+    restore_unsaved(trainer.lightning_module, state.get("buffers", {}))
+    connector.restore_precision_plugin_state()
+    connector.restore_optimizers_and_schedulers()
+    connector._loaded_checkpoint = {}  # Lightning's later restore_training_state finds nothing left to do
+
+
+def _is_plain(trainer: pl.Trainer, saved: dict[str, Any]) -> bool:
+    """Whether a checkpoint's ``state_dict`` is the module's, which no hook has changed into another form."""
+    own = trainer.strategy.lightning_module_state_dict()
+    return own.keys() == saved.keys() and all(
+        value is own[name] or (isinstance(value, torch.Tensor) and value.data_ptr() == own[name].data_ptr())
+        for name, value in saved.items()
+    )
+
+
+def _structure(value: Any) -> Any:
+    """Copy containers, and no tensor in them."""
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        made.update((key, _structure(each)) for key, each in value.items())
+        return made
+    return [_structure(each) for each in value] if isinstance(value, list) else value
 
 
 def arrive(trainer: pl.Trainer, state: dict[str, Any], layout: SumsLayout, device: torch.device) -> None:
-    """Restore the rest, when the joiner's loop is about to hand out its first batch."""
+    """Restore the whole state, when the joiner's loop is about to hand out its first batch."""
+    for optimizer in trainer.optimizers:
+        vars(optimizer).pop("add_param_group", None)
+    callbacks.catch_up(trainer, state.get("callbacks", {}))
+    _restore(trainer, state)
     fit_loop = trainer.fit_loop
     set_counters(fit_loop, state["counters"])
     fetcher = fit_loop._data_fetcher
@@ -233,9 +310,22 @@ def arrive(trainer: pl.Trainer, state: dict[str, Any], layout: SumsLayout, devic
     connector._first_loop_iter, connector._current_fx = state["first_loop_iter"], state["current_fx"]
     connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics = state["metrics"]
     callbacks.restore(trainer, state.get("callbacks", {}))
-    trainer.should_stop = state["should_stop"]
+    set_layers(trainer.lightning_module, state.get("layers", {}))
+    for (owner, _), values in zip(_settings(trainer), state["settings"], strict=True):
+        for name, value in values.items():
+            setattr(owner, name, value)
     layout.load_state(state["layout"])
     restore_random_states(state["random"])
+
+
+def _settings(trainer: pl.Trainer) -> list[tuple[Any, Sequence[str]]]:
+    """Return the objects whose settings hooks may change while a run trains, and the names of these."""
+    fit_loop = trainer.fit_loop
+    return [
+        (trainer, _SETTINGS),
+        (fit_loop, ("min_epochs", "max_epochs")),
+        (fit_loop.epoch_loop, ("min_steps", "max_steps")),
+    ]
 
 
 def counters(fit_loop: _FitLoop) -> dict[str, Any]:
@@ -294,3 +384,12 @@ def _regroup(trainer: pl.Trainer, requires_grad: list[bool], groups: list[list[l
         optimizer.param_groups.clear()
         for names in named:
             optimizer.add_param_group({"params": [parameters[name] for name in names]})
+
+
+def _add_group_once(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Add a parameter group, unless it is there: the members' hook has added it, and that of a joiner does so, too."""
+    given = group["params"]
+    parameters = [given] if isinstance(given, torch.Tensor) else list(given)
+    known = {id(parameter) for each in optimizer.param_groups for parameter in each["params"]}
+    if not any(id(parameter) in known for parameter in parameters):
+        type(optimizer).add_param_group(optimizer, {**group, "params": parameters})

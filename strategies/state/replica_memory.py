@@ -134,8 +134,7 @@ class ReplicaDivision(StateDivision):
 
     @override
     def restore(self, trainer: pl.Trainer, state: dict[str, Any], common: bytes) -> dict[str, Any]:
-        loops: dict[str, Any] = codec.decode(common)
-        join_state.resume_from(trainer, loops)
+        loops = join_state.resume_from(trainer, codec.decode(common))
         self.load(state, int(loops["checkpoint"]["global_step"]))
         return loops
 

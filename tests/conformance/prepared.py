@@ -1,5 +1,7 @@
 """A process that has imported everything, and forks agents and workers: ``prepared.py PARENT-PID SOCKET``.
 
+A stub's first word is ``agent``, for torchrun, or a module of the tests with a function ``main(FOLDER, NAME)``.
+
 The imports of an agent and a worker take seconds of a core, a scenario a tenth of one. A process that is needed is
 therefore started as a `stub`, which connects here and gets a forked process for itself: with its environment, folder
 and output, in a session of its own. One whose stub has ended is killed. All end with this process, and it with its
@@ -9,6 +11,7 @@ parent.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -21,7 +24,6 @@ from typing import Final
 
 import torch
 import torch.distributed.run
-from conformance import world
 from conformance.table import scenarios
 from lightning.fabric.utilities import rank_zero
 
@@ -127,7 +129,7 @@ def main() -> None:
     if kind == "agent":
         torch.distributed.run.main(words)
     else:
-        world.main(Path(words[0]), words[1])
+        importlib.import_module(kind).main(Path(words[0]), words[1])
 
 
 if __name__ == "__main__":

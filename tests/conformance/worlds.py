@@ -52,7 +52,7 @@ class Site:
         given: Mapping[str, str] = {} if self.coordinator is None else self.coordinator.processes.environment
         started = Processes(self.out / f"world{number}", {**given, **ENVIRONMENT})
         stub = [sys.executable, "-I", "-S", str(HERE / "stub.py"), str(self.socket)]
-        script = ["--max-restarts", "0", "--no-python", *stub, "worker", str(self.out), str(number)]
+        script = ["--max-restarts", "0", "--no-python", *stub, "conformance.world", str(self.out), str(number)]
         if self.coordinator is None:
             where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "world"]
             shape = ["--nnodes", "1:1", "--nproc-per-node", str(self.size)]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning import environ
 from unicron_lightning.strategies.unicron import UnicronStrategy
-from unicron_lightning.worker.digest import digest_of
+from unicron_lightning.worker.digest import StateDigest, parts_of
 
 FOLDER = Path(sys.argv[1])
 
@@ -51,7 +51,9 @@ def main() -> None:
     )
     module = Plain()
     trainer.fit(module, data)
-    (FOLDER / f"digest-{environ.read().node}").write_text(str(digest_of(module.parameters())))
+    (FOLDER / f"digest-{environ.read().node}").write_text(
+        str(StateDigest(parts=parts_of(dict(module.named_parameters()))).row[0])
+    )
 
 
 if __name__ == "__main__":

@@ -201,6 +201,10 @@ class ShardModel:
             for state in part.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Parameters, buffers and the optimizer's tensors."""
+        yield from (*self.module.parameters(), *self.module.buffers(), *self.kept())
+
     def load_state(self, data: bytes) -> None:
         """Load the `state` of another worker of this shard."""
         state = codec.decode(data)

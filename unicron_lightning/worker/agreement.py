@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from unicron_lightning.errors import UnicronError
@@ -78,14 +80,16 @@ def check_agreement(mine: Description, descriptions: Sequence[Description], *, n
     )
 
 
-def odd_ranks(digests: Sequence[float]) -> list[int]:
-    """The ranks with possibly wrong parameters: those that differ from the majority; all ranks without a majority.
+def odd_ranks(digests: Sequence[float], joined: Collection[int] = ()) -> list[int]:
+    """The ranks with a possibly wrong state: those that differ from the majority; all ranks without a majority.
 
     Args:
-        digests: of the parameters, by rank; 0.0 for a rank without a digest.
+        digests: of the state, by rank; 0.0 for a rank without a digest.
+        joined: ranks that have just joined: the others decide what is right.
     """
-    made = [digest for digest in digests if digest]
-    if len(set(made)) <= 1:
+    made = [digest for rank, digest in enumerate(digests) if digest and rank not in joined]
+    made = made or [digest for digest in digests if digest]
+    if len({digest for digest in digests if digest}) <= 1:
         return []
     value, number = Counter(made).most_common(1)[0]
     if 2 * number <= len(made):
@@ -93,11 +97,41 @@ def odd_ranks(digests: Sequence[float]) -> list[int]:
     return [rank for rank, digest in enumerate(digests) if digest and digest != value]
 
 
-def check_parameters(odd: Sequence[int], rank: int, nodes: Sequence[str], step: int, *, stops: bool = False) -> None:
-    """Stop this worker if its parameters may be wrong; its replacement receives the other workers' parameters.
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The workers whose state differs, and where.
+
+    Attributes:
+        odd: result of `odd_ranks`.
+        joined: ranks that have just joined.
+        first: name of the first part of the state that is not equal on all workers.
+    """
+
+    odd: Sequence[int]
+    joined: Collection[int]
+    first: str
+
+
+def first_unequal(parts: Sequence[Mapping[str, int]]) -> str:
+    """Return the name of the first part that is not equal on all ranks that have it, or else that some rank lacks.
 
     Args:
-        odd: result of `odd_ranks`.
+        parts: of the ranks' states, see `digest.StateDigest`; empty for a rank without a digest.
+    """
+    made = [each for each in parts if each]
+    names = dict.fromkeys(name for each in made for name in each)
+    unequal = (name for name in names if len({each[name] for each in made if name in each}) > 1)
+    lacking = (name for name in names if any(name not in each for each in made))
+    return next(chain(unequal, lacking))
+
+
+def check_parameters(
+    difference: Difference | None, rank: int, nodes: Sequence[str], step: int, *, stops: bool = False
+) -> None:
+    """Stop this worker if its state may be wrong; its replacement receives the other workers' state.
+
+    Args:
+        difference: found in a step; None without one.
         rank: of this worker.
         nodes: of the workers, by rank.
         step: step of the digests.
@@ -106,8 +140,9 @@ def check_parameters(odd: Sequence[int], rank: int, nodes: Sequence[str], step: 
     Raises:
         ParametersDiffer: this rank is odd, or any is and ``stops``; the message contains the odd ranks and their nodes.
     """
-    if not odd or not (stops or rank in odd):
+    if difference is None or not (stops or rank in difference.odd):
         return
+    odd = difference.odd
     where = ", ".join(f"rank {other} on node {nodes[other] if nodes else '?'}" for other in odd)
     if len(odd) == len(nodes):
         what = f"the parameters of the {len(nodes)} workers differ ({where}), and no value has a majority"
@@ -117,11 +152,22 @@ def check_parameters(odd: Sequence[int], rank: int, nodes: Sequence[str], step: 
         follows = "The worker is restarted with their parameters"
     if stops:
         follows = "The task ends because of on_divergence='stop'"
+    advice = _OF_JOINERS if set(odd) <= set(difference.joined) else _OF_MEMBERS
     raise ParametersDiffer(
-        f"at step {step} {what}: expected bitwise equality. {follows}. Check the node's memory and "
-        "accelerator, and for code that changes parameters on some ranks only",
+        f"at step {step} {what}: expected bitwise equality, and {difference.first} differs. {follows}. {advice}",
         stops=stops,
     )
+
+
+_OF_JOINERS: Final = (
+    "All workers that differ have joined before this step: look for hooks that behave otherwise in a worker that "
+    "starts later, and for state of a callback or module that its state_dict does not have (docs/differences.md)"
+)
+_OF_MEMBERS: Final = (
+    "Check the node's memory and accelerator, and for code that changes parameters on some ranks only. Unequal "
+    "processors may round an optimizer's step differently: set ATEN_CPU_CAPABILITY to the same value on all nodes, "
+    "or digest_every=0 to train with such differences, as ddp does"
+)
 
 
 def _shown(value: str, other: str) -> str:

@@ -102,6 +102,7 @@ class Join(Indivisible):
 
     Attributes:
         received: the received state, None on workers that had it.
+        admits: whether a worker has received it, as far as this one knows.
         parts: whether all members are to be restarted (an epoch of a kind in `wire.PARTING`): the same on all.
     """
 
@@ -109,7 +110,7 @@ class Join(Indivisible):
 
     def __init__(self, donate: Callable[[], bytes]) -> None:
         self.received: bytes | None = None
-        self.parts = False
+        self.admits = self.parts = False
         self._donate = donate
         self._donation: bytes | None = None
         self._root: int | None = None
@@ -118,6 +119,7 @@ class Join(Indivisible):
     def plan(self, reports: ReportSum, rank: int) -> None:
         self._rank = rank
         self._root = reports.donor
+        self.admits = self.admits or self._root is not None
 
     def attempt(self, engine: Engine) -> bytes:
         communicator = engine.communicator

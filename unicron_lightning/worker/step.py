@@ -18,13 +18,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
 import torch
 
-from unicron_lightning.worker.agreement import odd_ranks
+from unicron_lightning.worker.agreement import Difference, first_unequal, odd_ranks
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import Bucket, GradientBuckets
 from unicron_lightning.worker.commit import Sums, adopt_commit, commit
-from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle, gather_rows
+from unicron_lightning.worker.communication.communicator import (
+    Communicator,
+    CommunicatorAborted,
+    Handle,
+    gather_bytes,
+    gather_rows,
+)
+from unicron_lightning.worker.digest import NO_DIGEST, StateDigest
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.ledger import StepPlan, plan_step
 from unicron_lightning.worker.report_sum import Report, ReportSum
@@ -43,12 +51,12 @@ class GradientStep:
         sums: the other sums.
         run: runs forward and backward of one micro-batch.
         balance: the ranks' shares; None: equal ones.
-        digest: of the parameters before the step; 0.0 without one.
+        digest: of the state before the step.
         in_full_step: see `ledger.plan_step`.
 
     Attributes:
         recomputed: micro-batches that no present worker had finished when the step was planned again.
-        odd: ranks of the present world whose parameters may be wrong, see `agreement.odd_ranks`.
+        difference: between the states of the present world's ranks before the step; None without one.
     """
 
     name = "step"
@@ -60,12 +68,12 @@ class GradientStep:
         sums: Sums,
         run: Callable[[int], None],
         balance: Balance | None = None,
-        digest: float = 0.0,
+        digest: StateDigest = NO_DIGEST,
         in_full_step: Sequence[int] | None = None,
     ) -> None:
         self.micro_batches = list(micro_batches)
         self.recomputed: list[int] = []
-        self.odd: list[int] = []
+        self.difference: Difference | None = None
         self._digest = digest
         self._in_full_step = in_full_step
         self._gradients = gradients
@@ -107,14 +115,27 @@ class GradientStep:
         engine.fault("reduced", engine.step)
         engine.activity.enter("commit")
         busy = engine.activity.busy()
-        committed = commit(engine, self._sums, (float(bool(self._digest)),))
-        self.odd = []
+        committed = commit(engine, self._sums, (float(bool(self._digest.parts)),))
+        self.difference = None
         if committed.own[0] or self._balance is not None:
-            times, digests = gather_rows(engine.communicator, [busy, self._digest]).T.tolist()
-            self.odd = odd_ranks(digests)
+            times, *rows = gather_rows(engine.communicator, [busy, *self._digest.row]).T.tolist()
+            self.difference = self._compare(engine, *rows)
             if self._balance is not None:
                 self._balance.take(times)
         return committed.encode()
+
+    def _compare(
+        self, engine: Engine, digests: Sequence[float], further: Sequence[float], joined: Sequence[float]
+    ) -> Difference | None:
+        """Compare the ranks' states, and find where they differ."""
+        late = [rank for rank, has_joined in enumerate(joined) if has_joined]
+        odd = odd_ranks(digests, late) or odd_ranks(further, late)
+        if not odd:
+            return None
+        own = msgspec.msgpack.encode({**self._digest.parts, **self._digest.further})
+        parts = gather_bytes(engine.communicator, own, engine.tag("digests"))
+        first = first_unequal([msgspec.msgpack.decode(each, type=dict[str, int]) for each in parts])
+        return Difference(odd=odd, joined=late, first=first)
 
     def suspend(self) -> None:
         # Completion must be read now: after the abort, ended and completed collectives look the same.
@@ -132,7 +153,7 @@ class GradientStep:
         return {"finished": sorted(self._finished), "reduced": sorted(self._reduced) if tells else []}
 
     def adopt(self, result: bytes) -> None:
-        self.odd = []  # refers to another world, if to any
+        self.difference = None  # refers to another world, if to any
         # A peer has committed, so every rank was in the commit and all reductions are complete here too.
         assert len(self._reduced) == len(self._buckets), "a step was committed with reductions missing here"
         assert self._engine is not None

@@ -1,0 +1,289 @@
+"""Scripts whose hooks change the training, and in which a worker joins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One fit.
+
+    Attributes:
+        module: trained.
+        data: of ``trainer.fit``.
+        callbacks: of the trainer.
+        trainer: its further settings; None: the trainer before.
+        epochs: to train.
+    """
+
+    module: pl.LightningModule
+    data: dict[str, Any] = field(default_factory=dict)
+    callbacks: Sequence[pl.Callback] = ()
+    trainer: dict[str, Any] | None = field(default_factory=dict)
+    epochs: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A script.
+
+    Attributes:
+        runs: returns its fits.
+        kill: fit, step and rank of the worker that is killed before that step.
+    """
+
+    runs: Callable[[Path], list[Run]]
+    kill: tuple[int, int, int] = (1, 7, 1)
+
+
+def data(samples: int = 24, seed: int = 1) -> DataLoader[Any]:
+    """Data of six steps."""
+    x = torch.randn(samples, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=2)
+
+
+class Net(pl.LightningModule):
+    """A backbone and a head, with a buffer; two parameter groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 1)
+        self.register_buffer("offset", torch.zeros(1, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return (self.head(self.backbone(x).tanh()) + self.offset - y).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.backbone.parameters(), "lr": 0.02}, {"params": self.head.parameters()}]
+        optimizer = torch.optim.Adam(groups, lr=0.05, eps=1e-3)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+
+
+class HalfRates(pl.Callback):
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.5
+
+
+class RateAtStart(pl.Callback):
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.08
+
+
+class ScaledWeights(pl.Callback):
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        with torch.no_grad():
+            module.head.weight.mul_(1.5)
+            module.offset.add_(1)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        with torch.no_grad():
+            module.backbone[0].weight.mul_(0.9)
+            module.backbone[1].running_mean.add_(0.5)
+
+
+class Finetuned(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters(), lr=0.05, momentum=0.9)
+
+
+class Unfreezing(pl.Callback):
+    """Adds parameters and a group at the start of the second epoch; later it changes modes, a dropout and rates."""
+
+    def setup(self, trainer: pl.Trainer, module: Any, stage: str) -> None:
+        module.backbone.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            module.backbone.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": module.backbone.parameters(), "lr": 0.01})
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            module.drop.p = 0.25
+            module.backbone[1].momentum = 0.3
+            trainer.limit_val_batches = 1
+
+
+class Counting(pl.Callback):
+    """Has state that its hooks change."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.seen = torch.zeros(2, dtype=torch.float64)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self.started += 1
+        self.seen += 1
+        for state in trainer.optimizers[0].state.values():
+            if "exp_avg" in state:
+                state["exp_avg"].mul_(0.5)
+        trainer.lr_scheduler_configs[0].scheduler.last_epoch += 1
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["callbacks"].clear()
+        checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] = 7.0
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = self.seen.clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"started": self.started, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.started, self.seen = state["started"], state["seen"]
+
+
+class Dropped(Finetuned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+
+class Manual(Net):
+    """Two optimizers, one of which steps every other batch, so that gradients are kept between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        one, other = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        one.step()
+        one.zero_grad()
+        if batch_idx % 2:
+            other.step()
+            other.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        one = torch.optim.Adam(self.backbone.parameters(), lr=0.02, eps=1e-3)
+        other = torch.optim.SGD(self.head.parameters(), lr=0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(one, 2)
+        return [one, other], [schedule]
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        return data()
+
+    def val_dataloader(self) -> Any:
+        return data(8, 2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.asked = state["asked"]
+
+
+def hooked(*callbacks: Callable[[], pl.Callback], net: type[Net] = Net, **settings: Any) -> Callable[[Path], list[Run]]:
+    """Return what makes one fit with these callbacks, and validations if the settings ask for some."""
+
+    def runs(folder: Path) -> list[Run]:
+        made = [make() for make in callbacks]
+        given = {"train_dataloaders": data()}
+        if "check_val_every_n_epoch" in settings or "val_check_interval" in settings:
+            given["val_dataloaders"] = data(8, 2)
+        return [Run(module=net(), data=given, callbacks=made, trainer=settings)]
+
+    return runs
+
+
+def saving(**options: Any) -> Callable[[Path], list[Run]]:
+    """Return what makes a fit with Lightning's `ModelCheckpoint`."""
+
+    def runs(folder: Path) -> list[Run]:
+        saver = ModelCheckpoint(folder / "saved", **options)
+        given = {"train_dataloaders": data(), "val_dataloaders": data(8, 2)}
+        settings = {"check_val_every_n_epoch": 2, "enable_checkpointing": True}
+        return [Run(module=Net(), data=given, callbacks=[saver], trainer=settings, epochs=4)]
+
+    return runs
+
+
+def with_data_module(folder: Path) -> list[Run]:
+    settings = {"reload_dataloaders_every_n_epochs": 1}
+    return [Run(module=Net(), data={"datamodule": Data()}, callbacks=[HalfRates()], trainer=settings)]
+
+
+def twice(callback: Callable[[], pl.Callback], net: type[Net], *, same: bool) -> Callable[[Path], list[Run]]:
+    """Return what makes two fits of a module, by one trainer or by two."""
+
+    def runs(folder: Path) -> list[Run]:
+        module, made = net(), callback()
+        given = {"train_dataloaders": data()}
+        first = Run(module=module, data=given, callbacks=[made])
+        if same:
+            return [first, Run(module=module, data=given, trainer=None)]
+        return [first, Run(module=module, data=given, callbacks=[callback()])]
+
+    return runs
+
+
+def backbone() -> pl.Callback:
+    return BackboneFinetuning(1, lambda epoch: 1.5, 0.3)
+
+
+def averaging() -> pl.Callback:
+    return StochasticWeightAveraging(0.03, swa_epoch_start=1, annealing_epochs=2)
+
+
+SCRIPTS = {
+    "plain": Script(runs=hooked()),
+    "half_rates": Script(runs=hooked(HalfRates)),
+    "rate_at_start": Script(runs=hooked(RateAtStart)),
+    "scaled_weights": Script(runs=hooked(ScaledWeights)),
+    "backbone": Script(runs=hooked(backbone, net=Finetuned)),
+    "backbone_later": Script(runs=hooked(backbone, net=Finetuned), kill=(1, 12, 0)),
+    "unfreezing": Script(runs=hooked(Unfreezing, net=Dropped, check_val_every_n_epoch=2)),
+    "unfreezing_later": Script(runs=hooked(Unfreezing, net=Dropped), kill=(1, 12, 0)),
+    "counting": Script(runs=hooked(Counting, ScaledWeights)),
+    "manual": Script(runs=hooked(ScaledWeights, RateAtStart, net=Manual), kill=(1, 10, 1)),
+    "swa": Script(runs=hooked(averaging), kill=(1, 8, 1)),
+    "swa_norms": Script(runs=hooked(averaging), kill=(1, 18, 1)),
+    "ema": Script(runs=hooked(EMAWeightAveraging, check_val_every_n_epoch=1)),
+    "early_stopping": Script(runs=hooked(lambda: EarlyStopping("val_loss"), val_check_interval=3)),
+    "timer": Script(runs=hooked(lambda: Timer("00:01:00:00"))),
+    "data_module": Script(runs=with_data_module),
+    "saved": Script(runs=saving(monitor="loss", every_n_train_steps=2, save_top_k=-1), kill=(1, 13, 0)),
+    "saved_last": Script(runs=saving(monitor="val_loss", save_last=True), kill=(1, 13, 1)),
+    "second_fit": Script(runs=twice(HalfRates, Net, same=False), kill=(2, 7, 1)),
+    "second_fit_same": Script(runs=twice(ScaledWeights, Net, same=True), kill=(2, 21, 1)),
+    "second_fit_backbone": Script(runs=twice(backbone, Finetuned, same=True), kill=(1, 14, 1)),
+}

@@ -1,0 +1,50 @@
+"""A joiner has bit for bit what the members have, whatever hooks have done, and the result is that without failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from joins.running import Site, first_step, results, site
+from joins.scripts import SCRIPTS
+from joins.walk import unequal
+from joins.worker import train
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:You defined a .validation_step.:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with site(tmp_path_factory.mktemp("joins")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_joiner_has_what_members_have(name: str, place: Site, tmp_path: Path) -> None:
+    folder = place.run(name)
+    joiner, member = first_step(folder)
+    assert unequal(member, joiner) == {}
+    ends = results(folder)
+    assert len(ends) == 2 and sum(each["replaces"] for each in ends) == 1
+    alone = train(SCRIPTS[name], tmp_path, alone=True)["end"]
+    assert [far(each["end"], alone) for each in ends] == [{}, {}]
+
+
+def far(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return what differs by more than a rounding in modules, optimizers and schedulers."""
+    paths = [path for path in other if path.startswith(("module", "optimizers", "schedulers"))]
+    pairs = {path: (one.get(path), other[path]) for path in paths}
+    return {path: pair for path, pair in pairs.items() if not close(*pair)}
+
+
+def close(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other) == 4:
+        return one[:3] == other[:3] and torch.allclose(one[3].double(), other[3].double(), rtol=0, atol=1e-9)
+    return bool(one == pytest.approx(other, rel=1e-9, abs=1e-12)) if isinstance(one, float) else True
