@@ -106,9 +106,6 @@ class DataParallel(Parallelism):
         if self.manual is not None and "manual" in state:
             self.manual.load_state(state["manual"])
 
-    def compare(self, *, joined: bool) -> None:
-        self.steps.divergence.expect(joined=joined)
-
     def at_boundary(self) -> None:
         if self.manual is not None:
             self.manual.arrive()

@@ -33,6 +33,7 @@ from unicron_lightning.worker.ledger import present
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.manual.steps import ManualSteps
+    from unicron_lightning.strategies.state.divergence import Divergence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,13 @@ class FinishedStep:
 
 
 class StepRunner(Protocol):
-    """Runs steps."""
+    """Runs steps.
+
+    Attributes:
+        divergence: compares the workers' states.
+    """
+
+    divergence: Divergence
 
     def check_data(self, loader: DataLoader[Any]) -> None:
         """Refuse training data.
@@ -248,12 +255,13 @@ class Parallelism(ABC):
         """
         return present(self.share(range(in_full_step[-1] + 1)), in_full_step)
 
-    def compare(self, *, joined: bool) -> None:  # noqa: B027
+    def compare(self, *, joined: bool) -> None:
         """Compare the workers' states before the next step, as one has joined.
 
         Args:
             joined: whether it is this one.
         """
+        self.steps.divergence.expect(joined=joined)
 
     def at_boundary(self) -> None:  # noqa: B027
         """Act between two steps, after a possible change of worlds."""

@@ -35,6 +35,7 @@ from unicron_lightning.strategies.fsdp.wrapping import Sharding, place_rest, sha
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.reporting import balance_of
 from unicron_lightning.strategies.session import Session, control_of_process
+from unicron_lightning.strategies.state.divergence import Divergence
 from unicron_lightning.strategies.state.module_buffers import unsaved
 from unicron_lightning.strategies.state.replica_memory import ReplicaDivision
 from unicron_lightning.worker.engine import Engine, World
@@ -53,6 +54,7 @@ class FsdpParallel(Parallelism):
         sharding: options for a module that does not shard itself.
         folders: whether checkpoints are folders with a file for each shard.
         rebalance: a replica that is slower than the others gets fewer rows of a step.
+        divergence: compares the parameters of the replicas.
 
     Attributes:
         size: workers of a replica.
@@ -72,10 +74,11 @@ class FsdpParallel(Parallelism):
         *,
         folders: bool,
         rebalance: bool,
+        divergence: Divergence,
     ) -> None:
         self.strategy = strategy
         self.size = size or 0
-        self.steps = ShardedSteps(self)
+        self.steps = ShardedSteps(self, divergence)
         self.evaluation = ShardedEvaluation(self)
         self.checkpoints = ShardedCheckpoints(self, folders=folders)
         self.division = ReplicaDivision(strategy, lambda: self.member)

@@ -20,6 +20,7 @@ from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.metrics.sums import AllUsed, StepSums
 from unicron_lightning.strategies.micro_batch import Effects, MicroBatches
 from unicron_lightning.strategies.parallelism import FinishedStep
+from unicron_lightning.strategies.state.divergence import Divergence
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import FlatBucket
 
@@ -32,15 +33,18 @@ class ShardedSteps:
 
     Args:
         parallel: the parallelism that they belong to.
+        divergence: compares the parameters of the replicas.
 
     Attributes:
+        divergence: as above.
         grad_norm: norm of the last finished step's gradients over the whole model, before clipping.
         balance: rows of the replicas by speed; None: equally many.
     """
 
-    def __init__(self, parallel: FsdpParallel) -> None:
+    def __init__(self, parallel: FsdpParallel, divergence: Divergence) -> None:
         self.grad_norm = 0.0
         self._parallel = parallel
+        self.divergence = divergence
         self.balance: Balance | None = None
         self._gradients: list[Tensor | None] = []
         self._effects: Effects | None = None
@@ -57,8 +61,10 @@ class ShardedSteps:
         strategy, member, effects = self._parallel.strategy, self._parallel.member, self._effects
         assert effects is not None
         rows = StepRows(self._parallel, batch, effects, takes_index=bool(where))
-        operation = ReplicaStep(rows.numbers, member.model, member.fabric, rows.call, rows.sums, self.balance)
+        digest = self.divergence.shard_digest(strategy.engine, member.model.shard)
+        operation = ReplicaStep(rows.numbers, member.model, member.fabric, rows.call, rows.sums, self.balance, digest)
         strategy.engine.run(operation)
+        self.divergence.check(operation, strategy.engine)
         assert operation.sums is not None
         self.grad_norm = operation.grad_norm
         self._gradients = [parameter.grad for parameter in member.model.gradients.parameters]

@@ -17,6 +17,7 @@ from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
 from unicron_lightning.strategies.fsdp.wrapping import Sharding
+from unicron_lightning.strategies.state.divergence import Divergence, OnDivergence
 
 
 class UnicronFSDPStrategy(FaultTolerantStrategy):
@@ -34,10 +35,10 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
             a ``configure_model`` that shards.
         save_distributed_checkpoint: write checkpoints as folders in the format of `torch.distributed.checkpoint`, to
             which each worker of a replica writes its shard, instead of a file with whole tensors. Both are resumed.
-
         rebalance: a replica that is slower than the others gets fewer of a step's rows of micro-batches.
         cpu_offload: keep parameters, gradients and optimizer state in host memory, and update them there; refused with
             ``accelerator="cpu"``, and without effect on a ``configure_model`` that shards.
+        digest_every, on_divergence: comparison of the replicas' parameters, shard by shard; see `UnicronStrategy`.
 
     Raises:
         ConfigError: for settings that can't be supported exactly; see `fsdp_checks`.
@@ -56,6 +57,8 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         save_distributed_checkpoint: bool = False,
         cpu_offload: bool = False,
         rebalance: bool = False,
+        digest_every: int = 100,
+        on_divergence: OnDivergence = "heal",
     ) -> None:
         super().__init__(num_micro_batches=num_micro_batches, compare=False)
         if shard_size is not None and shard_size < 1:
@@ -80,7 +83,12 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
             cpu_offload=cpu_offload,
         )
         self._sharded = FsdpParallel(
-            self, shard_size, sharding, folders=save_distributed_checkpoint, rebalance=rebalance
+            self,
+            shard_size,
+            sharding,
+            folders=save_distributed_checkpoint,
+            rebalance=rebalance,
+            divergence=Divergence(digest_every, on_divergence),
         )
         self.parallelism = self._sharded
 

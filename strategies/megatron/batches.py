@@ -19,6 +19,7 @@ from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.metrics.sums import AllUsed, NormStatistics, StepSums
 from unicron_lightning.strategies.micro_batch import FORWARD, TRANSFER
 from unicron_lightning.strategies.parallelism import FinishedStep
+from unicron_lightning.strategies.state.divergence import Divergence
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
 from unicron_lightning.worker.ledger import present
 
@@ -31,14 +32,17 @@ class StageSteps:
 
     Args:
         grid: the parallelism that they belong to.
+        divergence: compares the parameters of the replicas.
 
     Attributes:
+        divergence: as above.
         grad_norm: norm of the last finished step's gradients, before clipping.
     """
 
-    def __init__(self, grid: MegatronParallel) -> None:
+    def __init__(self, grid: MegatronParallel, divergence: Divergence) -> None:
         self.grad_norm = 0.0
         self._grid = grid
+        self.divergence = divergence
         self._size: int | None = None
         """Of the micro-batches, once a loader is known."""
 
@@ -49,8 +53,11 @@ class StageSteps:
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
         strategy, member = self._grid.strategy, self._grid.member
         batches = StageBatches(self._grid, batch, where[0] if where else 0)
-        operation = ReplicaStep(batches.places.all, member.model, member.fabric, batches.call, batches.sums)
+        digest = self.divergence.shard_digest(strategy.engine, lambda: dict(member.model.module.named_parameters()))
+        model, fabric = member.model, member.fabric
+        operation = ReplicaStep(batches.places.all, model, fabric, batches.call, batches.sums, digest=digest)
         strategy.engine.run(operation)
+        self.divergence.check(operation, strategy.engine)
         assert operation.sums is not None
         self.grad_norm = operation.grad_norm
         loss, calls, _ = operation.sums.finish()

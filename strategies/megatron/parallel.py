@@ -34,6 +34,7 @@ from unicron_lightning.strategies.megatron.optimizer import MegatronOptimizer, m
 from unicron_lightning.strategies.megatron.validation import StageEvaluation
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.session import Session
+from unicron_lightning.strategies.state.divergence import Divergence
 from unicron_lightning.worker.engine import World
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class MegatronParallel(Parallelism):
         ddp: configuration of Megatron's data parallelism.
         sequence_length: length of the tensors between pipeline stages; None: the model's longest sequence.
         redundancy: redundancy of the optimizer's shards, if it has some.
+        divergence: compares the parameters of the replicas.
     """
 
     whole = False
@@ -68,9 +70,10 @@ class MegatronParallel(Parallelism):
         ddp: DistributedDataParallelConfig,
         sequence_length: int | None,
         redundancy: Redundancy | None,
+        divergence: Divergence,
     ) -> None:
         self.strategy = strategy
-        self.steps = StageSteps(self)
+        self.steps = StageSteps(self, divergence)
         self.evaluation = StageEvaluation(self)
         self.checkpoints = GridCheckpoints(self)
         self.division: GridDivision = GridDivision(self)

@@ -19,6 +19,7 @@ from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 from unicron_lightning.strategies.megatron.parallel import MegatronParallel
+from unicron_lightning.strategies.state.divergence import Divergence, OnDivergence
 
 
 class UnicronMegatronStrategy(FaultTolerantStrategy):
@@ -32,6 +33,7 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x replicas.
         redundancy: redundancy of the distributed optimizer's shards (``ddp.use_distributed_optimizer``); default: one
             copy of each.
+        digest_every, on_divergence: comparison of the replicas' parameters, shard by shard; see `UnicronStrategy`.
 
     Raises:
         ConfigError: for settings that can't be supported exactly; see `checks`.
@@ -48,6 +50,8 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
         sequence_length: int | None = None,
         num_micro_batches: int | None = None,
         redundancy: Redundancy | None = None,
+        digest_every: int = 100,
+        on_divergence: OnDivergence = "heal",
     ) -> None:
         super().__init__(num_micro_batches=num_micro_batches, compare=False)
         for name, size in (
@@ -64,6 +68,7 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
             ddp=ddp,
             sequence_length=sequence_length,
             redundancy=check_redundancy(redundancy, distributed=ddp.use_distributed_optimizer),
+            divergence=Divergence(digest_every, on_divergence),
         )
         self.parallelism = self._grid
 

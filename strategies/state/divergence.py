@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import lightning.pytorch as pl
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.replica.step import ReplicaStep
 from unicron_lightning.worker.agreement import check_parameters
 from unicron_lightning.worker.digest import NO_DIGEST, StateDigest, part_of, parts_of
 from unicron_lightning.worker.engine import Engine
@@ -54,19 +55,32 @@ class Divergence:
 
     def digest(self, strategy: FaultTolerantStrategy) -> StateDigest:
         """Return the digest of this worker's state before a step; `NO_DIGEST` where it is not compared."""
-        engine, trainer = strategy.engine, strategy.trainer
-        whole, joined = self._whole, self._joined
-        self._whole = self._joined = False
-        if not self._every or engine.world.size == 1:
-            return NO_DIGEST
-        if not whole and (not engine.step or engine.step % self._every):
+        trainer, whole, joined = strategy.trainer, self._whole, self._joined
+        if not self._due(strategy.engine):
             return NO_DIGEST
         names = {id(parameter): name for name, parameter in strategy.module.named_parameters()}
         parts = {**parts_of(_tensors(strategy.module)), **_settings(strategy.optimizers, names)}
         further = {**parts_of(_states(strategy.optimizers, names)), **_rest(trainer, names)} if whole else {}
         return StateDigest(parts=parts, further=further, joined=joined)
 
-    def check(self, operation: GradientStep, engine: Engine) -> None:
+    def shard_digest(self, engine: Engine, shard: Callable[[], Mapping[str, Tensor]]) -> StateDigest:
+        """Return the digest of this worker's parts of the parameters, of a model that is spread over workers.
+
+        Args:
+            engine: of this worker.
+            shard: returns the parts, by name.
+        """
+        joined = self._joined
+        return StateDigest(parts=parts_of(shard()), joined=joined) if self._due(engine) else NO_DIGEST
+
+    def _due(self, engine: Engine) -> bool:
+        whole = self._whole
+        self._whole = self._joined = False
+        if not self._every or engine.world.size == 1:
+            return False
+        return whole or (engine.step > 0 and engine.step % self._every == 0)
+
+    def check(self, operation: GradientStep | ReplicaStep[Any], engine: Engine) -> None:
         """Raise `ParametersDiffer` on the workers that must exit after a committed step."""
         world = engine.world
         check_parameters(operation.difference, world.rank, world.nodes, engine.step, stops=self._stops)

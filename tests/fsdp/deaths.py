@@ -36,6 +36,7 @@ from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.peers import COALESCED_REDUCE_SCATTERS, COLLECTIVES, REDUCE_SCATTERS
 from unicron_lightning.replica.step import ReplicaStep
+from unicron_lightning.worker.digest import digest_of
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement
 
@@ -82,11 +83,13 @@ class Deaths:
         replicas: of the complete world.
         tied: whether the head's weight is the embedding's.
         at: workers that die, by their first rank, each with its point of the step.
+        flips: workers of which a bit flips before that step.
     """
 
     replicas: int
     tied: bool
     at: Sequence[Sequence[int]] = ()
+    flips: Sequence[int] = ()
 
 
 class Pointed(ShardGroup):
@@ -121,6 +124,8 @@ class Task(Coordinator):
         self.shape = ShardedShape(shards=SHARDS, replicas=drawn.replicas)
         self.stores: dict[int, dist.Store] = {}
         self.points: dict[int, int] = {}
+        self.odd: dict[tuple[int, int], list[int]] = {}
+        """What each worker has found in each step."""
 
     def store(self, epoch: wire.Epoch) -> dist.Store:
         """The store of an epoch."""
@@ -168,7 +173,12 @@ class Worker:
             self.member.found(self.engine)
             for self.engine.step in range(STEPS):
                 model, rows = self.member.model, self._rows(net)
-                self.engine.run(ReplicaStep(range(ROWS), model, self.fabric, rows, lambda _: Numbers()))
+                if self.engine.step == STRUCK and self.rank in self.task.drawn.flips:
+                    next(model.parameters()).view(torch.int64)[0, 0] ^= 1
+                digest = digest_of(model.parameters())
+                step = ReplicaStep(range(ROWS), model, self.fabric, rows, lambda _: Numbers(), None, digest)
+                self.engine.run(step)
+                self.task.odd[self.rank, self.engine.step] = step.odd
                 self.member.update()
             self.engine.step = STEPS
             self.engine.run(Agreement("end", lambda rank: b""))
@@ -313,6 +323,16 @@ def histories(rank: int, world: int, folder: Path, chosen: list[dict[str, Any]],
     for each in [*(Deaths(**each) for each in chosen), *map(draw, seeds)]:
         check(each)
     return sorted(set(check(Deaths(replicas=2, tied=False)).points.values()))
+
+
+def flipped(rank: int, world: int, folder: Path, replicas: int, flips: list[int]) -> list[list[int]]:
+    """[a scenario of a world of one] The ranks that all workers find odd in the step before which bits flip."""
+    task = Task(Deaths(replicas=replicas, tied=False, flips=flips))
+    with stores(task):
+        task.run()
+    found = [task.odd[worker, STRUCK] for worker in range(SHARDS * replicas)]
+    assert not any(task.odd[worker, STRUCK - 1] for worker in range(SHARDS * replicas))
+    return found
 
 
 def main() -> None:

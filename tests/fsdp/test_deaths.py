@@ -32,6 +32,14 @@ def test_random_deaths(worlds: Worlds, tmp_path: Path) -> None:
     worlds.run("deaths:histories", 1, tmp_path, chosen=[], seeds=list(range(2000, 2020)))
 
 
+@pytest.mark.parametrize(("replicas", "flips", "odd"), [(3, [3], [3]), (3, [0, 5], [0, 5]), (2, [1], [0, 1, 2, 3])])
+def test_a_flipped_bit_is_found_in_its_shard(
+    worlds: Worlds, tmp_path: Path, replicas: int, flips: list[int], odd: list[int]
+) -> None:
+    [found] = worlds.run("deaths:flipped", 1, tmp_path, replicas=replicas, flips=flips)
+    assert found == [odd] * (2 * replicas)
+
+
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(0, 240, 60))

@@ -91,6 +91,7 @@ def test_kills_heal_with_groups_like_those_of_nccl(tmp_path: Path) -> None:
         die("commit", 1, 0),
     ]
     settings = {"steps": 12, "full": 4, "validate": 5, "stand_in": True, "several": True, "tied": False}
+    settings["options"] = {"digest_every": 1}
     run(tmp_path, settings, schedule, 5, "2:4")
     assert [note["point"] for note in notes(tmp_path, "fault")] == [fault["point"] for fault in schedule]
     assert list(tmp_path.glob("garbage-*")), "no collective of a survivor was aborted"

@@ -314,6 +314,7 @@ def main() -> None:
         pipeline_model_parallel_size=settings["pp"],
         ddp=DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16, **settings["ddp"]}),
         redundancy=None if settings["redundancy"] is None else Redundancy(**settings["redundancy"]),
+        digest_every=1,
     )
     saves, validate = savers(folder, settings), settings["validate"]
     trainer = pl.Trainer(

@@ -1,6 +1,7 @@
 """Trains on three nodes; on node n1 a bit of the parameters flips once. At the end each rank writes its digest.
 
-With the file ``stop`` in the folder the strategy has ``on_divergence="stop"``.
+With the file ``stop`` in the folder the strategy has ``on_divergence="stop"``, and with ``sharded`` it is that of a
+sharded model, with replicas of one worker.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from differing import Ends, Line
 from torch.utils.data import DataLoader, TensorDataset
 
-from unicron_lightning import environ
-from unicron_lightning.strategies.unicron import UnicronStrategy
+from unicron_lightning import UnicronFSDPStrategy, UnicronStrategy, environ
+from unicron_lightning.fsdp.mesh import local_shard, local_shards
 from unicron_lightning.worker.digest import StateDigest, parts_of
 
 FOLDER = Path(sys.argv[1])
@@ -31,14 +32,16 @@ class Flip(pl.Callback):
         done = FOLDER / "flipped"
         if trainer.global_step == 7 and environ.read().node == "n1" and not done.exists():
             done.touch()
-            module.layer.weight.data.view(torch.int32)[0, 0] ^= 1
+            local_shard(module.layer.weight.detach()).view(torch.int32)[0, 0] ^= 1
 
 
 def main() -> None:
     pl.seed_everything(1, verbose=False)
     data = DataLoader(TensorDataset(torch.randn(48, 2)), batch_size=4)
+    options: dict[str, Any] = {"digest_every": 5, "on_divergence": "stop" if (FOLDER / "stop").exists() else "heal"}
+    sharded = (FOLDER / "sharded").exists()
     trainer = pl.Trainer(
-        strategy=UnicronStrategy(digest_every=5, on_divergence="stop" if (FOLDER / "stop").exists() else "heal"),
+        strategy=UnicronFSDPStrategy(shard_size=1, **options) if sharded else UnicronStrategy(**options),
         accelerator="cpu",
         devices=1,
         num_nodes=3,
@@ -51,9 +54,9 @@ def main() -> None:
     )
     module = Plain()
     trainer.fit(module, data)
-    (FOLDER / f"digest-{environ.read().node}").write_text(
-        str(StateDigest(parts=parts_of(dict(module.named_parameters()))).row[0])
-    )
+    named = [name for name, _ in module.named_parameters()]
+    parts = parts_of(dict(zip(named, local_shards(module.parameters()), strict=True)))
+    (FOLDER / f"digest-{environ.read().node}").write_text(str(StateDigest(parts=parts).row[0]))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ def test_a_worker_with_another_learning_rate_is_refused_with_the_values_and_its_
             assert re.search(r"optimizer is SGD\(.*lr=0\.0[12], .*, expected SGD\(.*lr=0\.0[12], ", said), said
 
 
-def test_a_flipped_bit_is_found_and_its_worker_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["whole", pytest.param("sharded", marks=pytest.mark.chaos)])
+def test_a_flipped_bit_is_found_and_its_worker_replaced(tmp_path: Path, strategy: str) -> None:
+    (tmp_path / strategy).touch()
     script = SCRIPT.with_name("flipping.py")
     with Cluster(tmp_path, agents=3, nodes="3:3", script=script) as cluster:
         until("the coordinator", cluster.coordinator, 120)

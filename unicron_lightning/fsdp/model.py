@@ -97,6 +97,12 @@ class FsdpShard:
         """Begin a ``fit`` with a new optimizer."""
         self.optimizer, self.fits = optimizer, self.fits + 1
 
+    def shard(self) -> dict[str, torch.Tensor]:
+        """Return this worker's parts of the parameters, by name."""
+        reshard(self.root)
+        named = dict(self.root.named_parameters())
+        return dict(zip(named, local_shards(named.values()), strict=True))
+
     def begin(self) -> None:
         """Reset the gradients; a replica without a row in this step must not keep gathered parameters."""
         reshard(self.root)

@@ -24,11 +24,14 @@ import torch
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.replica.model import ReplicaModel
 from unicron_lightning.replica.shares import CallPlan, CallReport, plan_calls
+from unicron_lightning.worker.agreement import Difference
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.commit import Sums, adopt_commit, commit
 from unicron_lightning.worker.communication.communicator import gather_rows
+from unicron_lightning.worker.digest import NO_DIGEST, StateDigest
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.report_sum import Report, ReportSum
+from unicron_lightning.worker.step import compare_states
 
 _Sums = TypeVar("_Sums", bound=Sums)
 
@@ -55,6 +58,12 @@ class ReplicaStep(Generic[_Sums]):
         call: runs forward and backward of some micro-batches with the partners.
         sums: makes the other sums, from the micro-batches finished here.
         balance: the replicas' shares by speed; None: equal ones.
+        digest: of this worker's part of the state before the step.
+
+    Attributes:
+        recomputed: micro-batches that no present worker had finished when the step was planned again.
+        difference: between the states of the present world's ranks before the step; None without one.
+        grad_norm, sums: of the committed step.
     """
 
     name = "step"
@@ -67,9 +76,14 @@ class ReplicaStep(Generic[_Sums]):
         call: Call,
         sums: Callable[[Sequence[int]], _Sums],
         balance: Balance | None = None,
+        digest: StateDigest = NO_DIGEST,
     ) -> None:
         self.micro_batches = list(micro_batches)
         self.recomputed: list[int] = []
+        self.difference: Difference | None = None
+        place = fabric.place
+        spare = place is None or place.replica is None
+        self._digest = NO_DIGEST if spare else digest  # a spare's may be of an older step
         self.grad_norm = 0.0
         self.sums: _Sums | None = None
         self._model = model
@@ -122,12 +136,16 @@ class ReplicaStep(Generic[_Sums]):
         speaks = fabric.place.rank == fabric.place.layout.replicas[0].members[0]
         engine.activity.enter("commit")
         busy = engine.activity.busy()
-        committed = commit(engine, self.sums, [self._model.grad_norm if speaks else 0.0])
-        self.grad_norm = committed.own[0]
-        if self._balance is not None:  # partners wait for each other in every micro-batch
-            times = gather_rows(engine.communicator, [busy]).flatten().tolist()
-            replicas = fabric.place.layout.replicas
-            self._balance.take([max(times[member] for member in replica.members) for replica in replicas])
+        digest = self._digest if active else NO_DIGEST
+        committed = commit(engine, self.sums, [self._model.grad_norm if speaks else 0.0, float(bool(digest.parts))])
+        self.grad_norm, compares = committed.own
+        self.difference = None
+        if compares or self._balance is not None:
+            times, *rows = gather_rows(engine.communicator, [busy, *digest.row]).T.tolist()
+            replicas = [replica.members for replica in fabric.place.layout.replicas]
+            self.difference = compare_states(engine, digest, rows, list(zip(*replicas, strict=True)))
+            if self._balance is not None:  # partners wait for each other in every micro-batch
+                self._balance.take([max(times[member] for member in members) for members in replicas])
         return committed.encode()
 
     def suspend(self) -> None:
@@ -140,7 +158,8 @@ class ReplicaStep(Generic[_Sums]):
     def adopt(self, result: bytes) -> None:
         # A peer has committed, so this worker was in the commit: only the result is missing.
         assert self._engine is not None and self.sums is not None
-        (self.grad_norm,) = adopt_commit(self._engine, self.sums, result)
+        self.difference = None  # refers to another world, if to any
+        self.grad_norm, _ = adopt_commit(self._engine, self.sums, result)
 
     def _compute(self, engine: Engine, plan: CallPlan) -> None:
         fabric, model = self._fabric, self._model

@@ -97,6 +97,25 @@ def odd_ranks(digests: Sequence[float], joined: Collection[int] = ()) -> list[in
     return [rank for rank, digest in enumerate(digests) if digest and digest != value]
 
 
+def odd_holders(digests: Sequence[float], parts: Sequence[Sequence[int]], joined: Collection[int] = ()) -> list[int]:
+    """`odd_ranks` of a model in parts: those that differ from the majority of their part's holders; all ranks if a part
+    has no majority.
+
+    Args:
+        digests: of each rank's part.
+        parts: the ranks that hold each part.
+        joined: as for `odd_ranks`.
+    """
+    found: set[int] = set()
+    for holders in parts:
+        late = [place for place, rank in enumerate(holders) if rank in joined]
+        odd = odd_ranks([digests[rank] for rank in holders], late)
+        if odd and len(odd) == len(holders):
+            return list(range(len(digests)))
+        found.update(holders[place] for place in odd)
+    return sorted(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Difference:
     """The workers whose state differs, and where.
@@ -113,7 +132,8 @@ class Difference:
 
 
 def first_unequal(parts: Sequence[Mapping[str, int]]) -> str:
-    """Return the name of the first part that is not equal on all ranks that have it, or else that some rank lacks.
+    """Return the name of the first part that is not equal on all ranks that have it, or else that some rank lacks;
+    empty if there is none.
 
     Args:
         parts: of the ranks' states, see `digest.StateDigest`; empty for a rank without a digest.
@@ -122,7 +142,7 @@ def first_unequal(parts: Sequence[Mapping[str, int]]) -> str:
     names = dict.fromkeys(name for each in made for name in each)
     unequal = (name for name in names if len({each[name] for each in made if name in each}) > 1)
     lacking = (name for name in names if any(name not in each for each in made))
-    return next(chain(unequal, lacking))
+    return next(chain(unequal, lacking), "")
 
 
 def check_parameters(

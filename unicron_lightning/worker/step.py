@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 import torch
 
-from unicron_lightning.worker.agreement import Difference, first_unequal, odd_ranks
+from unicron_lightning.worker.agreement import Difference, first_unequal, odd_holders
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import Bucket, GradientBuckets
 from unicron_lightning.worker.commit import Sums, adopt_commit, commit
@@ -40,6 +40,32 @@ from unicron_lightning.worker.report_sum import Report, ReportSum
 DEVICE_POLL_SECONDS: Final = 0.0002
 RELEASE_SECONDS: Final = 30.0
 """Time to wait for the buffer of an aborted reduction before a second one is allocated."""
+
+
+def compare_states(
+    engine: Engine, digest: StateDigest, rows: Sequence[Sequence[float]], parts: Sequence[Sequence[int]]
+) -> Difference | None:
+    """Compare the states of the ranks that hold each part of a model, and find where they differ.
+
+    Args:
+        engine: exchanges what differs, if anything does.
+        digest: of this rank.
+        rows: the numbers of `StateDigest.row` of all ranks, in its order.
+        parts: the ranks that hold each part; a whole model is one part.
+    """
+    digests, further, joined = rows
+    late = [rank for rank, has_joined in enumerate(joined) if has_joined]
+    odd = odd_holders(digests, parts, late) or odd_holders(further, parts, late)
+    if not odd:
+        return None
+    own = msgspec.msgpack.encode({**digest.parts, **digest.further})
+    states = [
+        msgspec.msgpack.decode(each, type=dict[str, int])
+        for each in gather_bytes(engine.communicator, own, engine.tag("digests"))
+    ]
+    holders = next(each for each in parts if not {*each}.isdisjoint(odd))
+    first = next(filter(None, (first_unequal([states[rank] for rank in each]) for each in (holders, *parts))))
+    return Difference(odd=odd, joined=late, first=first)
 
 
 class GradientStep:
@@ -119,23 +145,10 @@ class GradientStep:
         self.difference = None
         if committed.own[0] or self._balance is not None:
             times, *rows = gather_rows(engine.communicator, [busy, *self._digest.row]).T.tolist()
-            self.difference = self._compare(engine, *rows)
+            self.difference = compare_states(engine, self._digest, rows, [range(engine.world.size)])
             if self._balance is not None:
                 self._balance.take(times)
         return committed.encode()
-
-    def _compare(
-        self, engine: Engine, digests: Sequence[float], further: Sequence[float], joined: Sequence[float]
-    ) -> Difference | None:
-        """Compare the ranks' states, and find where they differ."""
-        late = [rank for rank, has_joined in enumerate(joined) if has_joined]
-        odd = odd_ranks(digests, late) or odd_ranks(further, late)
-        if not odd:
-            return None
-        own = msgspec.msgpack.encode({**self._digest.parts, **self._digest.further})
-        parts = gather_bytes(engine.communicator, own, engine.tag("digests"))
-        first = first_unequal([msgspec.msgpack.decode(each, type=dict[str, int]) for each in parts])
-        return Difference(odd=odd, joined=late, first=first)
 
     def suspend(self) -> None:
         # Completion must be read now: after the abort, ended and completed collectives look the same.
