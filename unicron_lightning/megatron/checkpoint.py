@@ -29,6 +29,7 @@ from torch.distributed import checkpoint as dcp
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.regular_files import open_regular
 from unicron_lightning.worker.checkpoint_files import folder_digests, names
 from unicron_lightning.worker.checkpoint_folders import INDEX, FolderReader, HashingFiles, PlainObjects, load_index
 
@@ -131,7 +132,8 @@ def load(path: str | Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, A
             with a distributed optimizer and is to be loaded without, or the reverse.
     """
     _check(path)
-    with (Path(path) / INDEX).open("rb") as file:  # in each rank: the library would report it as another error
+    # In each rank: the library would report it as another error.
+    with open(Path(path) / INDEX, "rb", opener=open_regular) as file:
         _check_kind(str(path), load_index(file, file.name).state_dict_metadata, optimizer)
     for part in _parts(optimizer):
         _prepare(part)

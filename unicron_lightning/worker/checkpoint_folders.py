@@ -2,7 +2,9 @@
 
 The format's index, ``.metadata``, is a pickle, and so are objects beside the tensors. torch loads both without
 restriction, so a changed file could run code. Here an unpickler that knows only the classes of the index loads it, and
-objects are loaded with ``weights_only``.
+objects are loaded with ``weights_only``. The unpickler sets attributes of nothing but new objects of these classes: a
+pickle may otherwise set those of a class, a function or an enumeration, for the whole process. Files are named within
+the folder, and are regular ones.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import io
 import os
 import pickle
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.regular_files import open_regular
 from unicron_lightning.worker.checkpoint_files import HashingFile
 
 if TYPE_CHECKING:
@@ -29,12 +32,18 @@ if TYPE_CHECKING:
 
 INDEX: Final = ".metadata"
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
-_ALLOWED: Final = frozenset(
+_SET: Final = frozenset(
     {
         *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
         *((_METADATA, f"{name}StorageMetadata") for name in ("Bytes", "Chunk", "Tensor")),
-        (_METADATA, "_MEM_FORMAT_ENCODING"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    }
+)
+"""Classes whose objects have attributes in an index."""
+_ALLOWED: Final = frozenset(
+    {
+        *_SET,
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
         ("torch.serialization", "_get_layout"),
         ("torch", "Size"),
         ("collections", "OrderedDict"),
@@ -44,14 +53,25 @@ _ALLOWED: Final = frozenset(
 )
 
 
-class _Unpickler(pickle.Unpickler):
-    """Knows the classes of an index, and torch's dtypes."""
+_Python: Final[Any] = vars(pickle)["_Unpickler"]
+"""Python's unpickler in Python: the one in C has no hook for BUILD."""
 
-    @override
+
+class _Unpickler(_Python):  # type: ignore[misc]
+    """Knows the classes of an index, and torch's dtypes; sets attributes of objects of these classes only."""
+
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) in _ALLOWED or _is_dtype(module_name, global_name):
             return super().find_class(module_name, global_name)
         raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed in it")
+
+    def load_build(self) -> None:
+        changed = type(self.stack[-2])
+        if (changed.__module__, changed.__qualname__) not in _SET:
+            raise pickle.UnpicklingError(f"attributes of an object of {changed.__qualname__} are not set by an index")
+        super().load_build()
+
+    dispatch: Final = {**_Python.dispatch, pickle.BUILD[0]: load_build}
 
 
 def _is_dtype(module_name: str, global_name: str) -> bool:
@@ -74,6 +94,13 @@ def load_index(file: IO[bytes] | io.IOBase, path: str) -> Metadata:
         raise ConfigError(f"{path} is no index of a checkpoint: {error}; it was not loaded") from None
     if not isinstance(found, Metadata):
         raise ConfigError(f"{path} is no index of a checkpoint: it holds {type(found).__name__}; expected Metadata")
+    places = getattr(found, "storage_data", None) or {}
+    if not (isinstance(places, dict) and isinstance(getattr(found, "state_dict_metadata", None), dict)):
+        raise ConfigError(f"{path} is no index of a checkpoint: it lists no tensors and places")
+    for place in places.values():
+        name = getattr(place, "relative_path", None)
+        if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise ConfigError(f"{path} is no index of a checkpoint: it names {name!r}; expected files of its folder")
     return found
 
 
@@ -85,6 +112,16 @@ def referenced(content: bytes, path: str, *others: str) -> list[str]:
     """
     places = (load_index(io.BytesIO(content), path).storage_data or {}).values()
     return sorted({*(place.relative_path for place in places), INDEX, *others})
+
+
+class RegularFiles(FileSystem):
+    """Opens regular files only."""
+
+    @override
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with open(path, mode, opener=open_regular) as stream:
+            yield stream
 
 
 class FolderReader(FileSystemReader):
@@ -101,6 +138,8 @@ class FolderReader(FileSystemReader):
 
             self.fs = cast("FileSystem", UrlFiles())
             self.path = self.fs.init_path(str(path))
+        else:
+            self.fs = RegularFiles()
 
     @override
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
