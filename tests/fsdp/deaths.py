@@ -36,7 +36,7 @@ from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.peers import COALESCED_REDUCE_SCATTERS, COLLECTIVES, REDUCE_SCATTERS
 from unicron_lightning.replica.step import ReplicaStep
-from unicron_lightning.worker.digest import digest_of
+from unicron_lightning.worker.digest import StateDigest, parts_of
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement
 
@@ -174,11 +174,11 @@ class Worker:
             for self.engine.step in range(STEPS):
                 model, rows = self.member.model, self._rows(net)
                 if self.engine.step == STRUCK and self.rank in self.task.drawn.flips:
-                    next(model.parameters()).view(torch.int64)[0, 0] ^= 1
-                digest = digest_of(model.parameters())
+                    next(iter(model.shard().values())).view(torch.int64)[0, 0] ^= 1
+                digest = StateDigest(parts=parts_of(model.shard()))
                 step = ReplicaStep(range(ROWS), model, self.fabric, rows, lambda _: Numbers(), None, digest)
                 self.engine.run(step)
-                self.task.odd[self.rank, self.engine.step] = step.odd
+                self.task.odd[self.rank, self.engine.step] = [] if step.difference is None else [*step.difference.odd]
                 self.member.update()
             self.engine.step = STEPS
             self.engine.run(Agreement("end", lambda rank: b""))
