@@ -20,6 +20,8 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from unicron_lightning import UnicronFSDPStrategy
+
 
 @dataclass(kw_only=True)
 class Run:
@@ -242,13 +244,15 @@ def with_data_module(folder: Path) -> list[Run]:
     return [Run(module=Net(), data={"datamodule": Data()}, callbacks=[HalfRates()], trainer=settings)]
 
 
-def twice(callback: Callable[[], pl.Callback], net: type[Net], *, same: bool) -> Callable[[Path], list[Run]]:
+def twice(
+    callback: Callable[[], pl.Callback], net: type[Net], *, same: bool, **settings: Any
+) -> Callable[[Path], list[Run]]:
     """Return what makes two fits of a module, by one trainer or by two."""
 
     def runs(folder: Path) -> list[Run]:
         module, made = net(), callback()
         given = {"train_dataloaders": data()}
-        first = Run(module=module, data=given, callbacks=[made])
+        first = Run(module=module, data=given, callbacks=[made], trainer=settings)
         if same:
             return [first, Run(module=module, data=given, trainer=None)]
         return [first, Run(module=module, data=given, callbacks=[callback()])]
@@ -262,6 +266,20 @@ def backbone() -> pl.Callback:
 
 def averaging() -> pl.Callback:
     return StochasticWeightAveraging(0.03, swa_epoch_start=1, annealing_epochs=2)
+
+
+def sharded() -> UnicronFSDPStrategy:
+    """Return a strategy whose replicas have one worker each."""
+    return UnicronFSDPStrategy(shard_size=1)
+
+
+class OptimizerState(pl.Callback):
+    """Changes the optimizer's state when a data epoch begins."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        for state in trainer.optimizers[0].state.values():
+            state["exp_avg"].mul_(0.5)
+            state["step"] += 1
 
 
 SCRIPTS = {
@@ -283,6 +301,8 @@ SCRIPTS = {
     "data_module": Script(runs=with_data_module),
     "saved": Script(runs=saving(monitor="loss", every_n_train_steps=2, save_top_k=-1), kill=(1, 13, 0)),
     "saved_last": Script(runs=saving(monitor="val_loss", save_last=True), kill=(1, 13, 1)),
+    "sharded": Script(runs=hooked(ScaledWeights, HalfRates, OptimizerState, strategy=sharded)),
+    "sharded_twice": Script(runs=twice(ScaledWeights, Net, same=True, strategy=sharded), kill=(2, 21, 0)),
     "second_fit": Script(runs=twice(HalfRates, Net, same=False), kill=(2, 7, 1)),
     "second_fit_same": Script(runs=twice(ScaledWeights, Net, same=True), kill=(2, 21, 1)),
     "second_fit_backbone": Script(runs=twice(backbone, Finetuned, same=True), kill=(1, 14, 1)),

@@ -46,5 +46,5 @@ def far(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 def close(one: Any, other: Any) -> bool:
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other) == 4:
-        return one[:3] == other[:3] and torch.allclose(one[3].double(), other[3].double(), rtol=0, atol=1e-9)
+        return one[1:3] == other[1:3] and torch.allclose(one[3].double(), other[3].double(), rtol=0, atol=1e-9)
     return bool(one == pytest.approx(other, rel=1e-9, abs=1e-12)) if isinstance(one, float) else True

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.distributed.tensor import DTensor
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Path)
 _LEFT = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.GeneratorType)
@@ -35,7 +36,8 @@ def _walk(value: Any, path: str, seen: dict[int, str]) -> Iterator[tuple[str, An
         yield path, value
         return
     if isinstance(value, torch.Tensor):
-        shown = [type(value).__name__, str(value.dtype), value.requires_grad, value.detach().cpu().clone()]
+        own = value.to_local() if isinstance(value, DTensor) else value
+        shown = [type(value).__name__, str(value.dtype), value.requires_grad, own.detach().cpu().clone()]
         yield path, shown
         return
     if isinstance(value, _LEFT) or not _looks(value):
@@ -96,6 +98,7 @@ EXPECTED = {
     "._opt_called": "torch's note that an optimizer has stepped, for a warning about the order of calls",
     "._combined_loader._iterator._idx": "the number of batches that this iterator has given, which nothing reads",
     ".val_loop._results": "values of the validation before, which the next one begins anew",
+    "_step_post_hooks": "numbers that torch gives hooks in a process",
     ".val_loop._has_run": "whether a validation has run here, which the next one sets",
     ".val_loop._combined_loader._": "iterators and limits, which a validation sets when it begins",
     ".val_loop._data_fetcher": "made when a validation begins",

@@ -96,7 +96,10 @@ def _trainer(run: Run, strike: Strike, folder: Path, *, alone: bool) -> pl.Train
         "enable_model_summary": False,
         "default_root_dir": folder,
     }
-    return pl.Trainer(**given | (run.trainer or {}), callbacks=[strike, *run.callbacks])
+    given |= run.trainer or {}
+    made = given.pop("strategy")
+    made = made() if callable(made) and not alone else "unicron"
+    return pl.Trainer(strategy=made, **given, callbacks=[strike, *run.callbacks])
 
 
 def main(folder: Path, name: str) -> None:
