@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -98,6 +98,9 @@ class DataParallel(Parallelism):
             return self.share(range(len(in_full_step)))
         return own(in_full_step, world.rank, world.size)
 
+    def unsteady(self) -> Iterable[Tensor]:
+        return self.steps.unsteady()
+
     def state(self, trainer: pl.Trainer) -> dict[str, Any]:
         manual = {} if self.manual is None else {"manual": self.manual.state()}
         return {**join_state.parameter_state(trainer), **manual}
@@ -156,6 +159,10 @@ class WholeModelSteps:
         if not strategy.module.automatic_optimization:
             options = (self._bucket_bytes, self.divergence, self._effects)
             self.manual = ManualSteps(strategy, *options, overlap=self._overlap)
+
+    def unsteady(self) -> Iterable[Tensor]:
+        """Return what the effects of micro-batches, and their end, write to."""
+        return () if self._effects is None else self._effects.buffers.unsteady
 
     def check_data(self, loader: DataLoader[Any]) -> None:
         """Refuse nothing more than `data.order.check_loader`."""

@@ -230,6 +230,10 @@ class Parallelism(ABC):
             resumes: whether a checkpoint follows.
         """
 
+    def unsteady(self) -> Iterable[Tensor]:
+        """Return parameters that change within a step, and not in the optimizer's step only."""
+        return ()
+
     def predictions(self, trainer: pl.Trainer, engine: Engine) -> Predictions:
         """Return a new run of ``trainer.predict``."""
         return Predictions(trainer, engine)

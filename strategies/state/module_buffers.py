@@ -176,6 +176,12 @@ class ModuleBuffers:
         self._packed = self._pack()
 
     @property
+    def unsteady(self) -> Iterator[Tensor]:
+        """Tensors that micro-batches change, or that are written back after each, changed or not."""
+        for index in {*self._small, *self._carried, *self._changed}:
+            yield self._places[index].tensor
+
+    @property
     def buckets(self) -> list[FlatBucket]:
         """Buckets to sum over the ranks: the values on the rank that has run the first micro-batch, zeros elsewhere."""
         return [packed.bucket for packed in self._packed]

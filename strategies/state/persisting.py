@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -39,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 WRITE_SECONDS: Final = 600.0
 """Time limit of a version; a save waits as long if two versions before it are not finished."""
+_CHANGED: Final = (
+    "tensors were changed before the next step of the optimizer, while they were copied; from now on they are copied "
+    "at once"
+)
 _BROKEN_OFF_SECONDS: Final = 20.0
 """Seconds for which a run that an exception has ended waits for its checkpoints."""
 
@@ -67,6 +71,8 @@ class Persisting:
         self._partners = 0
         self._overlap = True
         self._copies = LateCopies()
+        self._unsteady: set[int] = set()
+        """Addresses of memory that was changed while it was copied: from then on it is copied at once."""
         self._lock = threading.Lock()
         self._saved: list[_Saved] = []
         self._number = 0
@@ -130,16 +136,17 @@ class Persisting:
                 writer.write(_failed(order, repr(error)), agreed.workers, (), partial(self._outcome, saved))
                 return
 
-            def hand_over(error: str) -> None:
-                if error:
-                    copy.order, self._overlap = _failed(copy.order, error), False
+            def hand_over(changed: Sequence[torch.Tensor] = ()) -> None:
+                if changed:
+                    self._unsteady |= _memory(changed)
+                    copy.order = _failed(copy.order, f"{len(changed)} {_CHANGED}")
                 writer.write(copy.order, agreed.workers, copy.memories, partial(self._outcome, saved))
 
             if late:
                 self._copies.begin(partial(copy.make, writer.pool), copy.sources, hand_over)
             else:
                 copy.make(writer.pool)
-                hand_over("")
+                hand_over()
 
     def settle(self) -> None:
         """Wait until the newest version is copied: parameters or states of optimizers are about to change."""
@@ -207,12 +214,8 @@ class Persisting:
         states = (state for each in strategy.optimizers for state in each.state.values() if isinstance(state, dict))
         kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         kept += strategy.parallelism.checkpoints.steady()
-        with torch.no_grad():
-            own = [
-                each.to_local() if isinstance(each, DTensor) else each
-                for each in (*strategy.module.parameters(), *kept)
-            ]
-        return {each.untyped_storage().data_ptr() for each in own}
+        changing = _memory(strategy.parallelism.unsteady())
+        return _memory([*strategy.module.parameters(), *kept]) - changing - self._unsteady
 
     # ---- called by the writer's thread
 
@@ -303,6 +306,13 @@ def _continues(trainer: pl.Trainer) -> bool:
         return True
     done = loop.batch_idx + 1, loop.total_batch_idx + 1
     return isinstance(every, int | float) and not any(each % every == 0 for each in done)
+
+
+def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return the addresses of the memory in which tensors, or this worker's parts of them, are."""
+    with torch.no_grad():
+        own = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    return {each.untyped_storage().data_ptr() for each in own}
 
 
 def _failed(order: WriteVersion, error: str) -> WriteVersion:

@@ -38,12 +38,14 @@ class Line(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def trained(saver: ModelCheckpoint, strategy: str = "unicron", steps: int = 9) -> pl.Trainer:
+def trained(
+    saver: ModelCheckpoint, strategy: str = "unicron", steps: int = 9, module: type[pl.LightningModule] = Line
+) -> pl.Trainer:
     pl.seed_everything(1, verbose=False)
     shown: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=steps, callbacks=[saver], **shown)
     data = TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
-    trainer.fit(Line(), DataLoader(data, batch_size=8))
+    trainer.fit(module(), DataLoader(data, batch_size=8))
     return trainer
 
 
@@ -117,6 +119,41 @@ def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.Mo
             torch.testing.assert_close(
                 read_checkpoint(tmp_path / name)["state_dict"]["net.weight"], weight, rtol=0, atol=0
             )
+
+
+class Frozen(Line):
+    """With frozen parameters, some of which each step replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.nn.Linear(4, 1, bias=False).requires_grad_(False)
+        self.scale = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.teacher.weight.lerp_(self.net.weight.detach(), 0.5)
+        return super().training_step(batch, batch_idx)
+
+
+def test_frozen_parameters_are_copied_while_steps_write_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.2)
+        return stage(*arguments)
+
+    monkeypatch.setattr("unicron_lightning.strategies.state.persisting.stage", slow)
+    saver = UnicronCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    trained(saver, steps=6, module=Frozen)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "epoch=0-step=2.ckpt",
+        "epoch=0-step=4.ckpt",
+        "epoch=1-step=6.ckpt",
+    ]
+    plain = ModelCheckpoint(tmp_path / "plain", every_n_train_steps=2, save_top_k=-1)
+    trained(plain, steps=6, module=Frozen)
+    for path in tmp_path.glob("*.ckpt"):
+        expected = torch.load(tmp_path / "plain" / path.name, weights_only=True)
+        torch.testing.assert_close(read_checkpoint(path)["state_dict"], expected["state_dict"], rtol=0, atol=0)
 
 
 def test_an_exception_saves(tmp_path: Path) -> None:

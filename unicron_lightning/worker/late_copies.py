@@ -24,13 +24,15 @@ class LateCopies:
         """Whether copies are being made."""
         return self._thread is not None
 
-    def begin(self, copy: Callable[[], None], sources: Sequence[Tensor], then: Callable[[str], None]) -> None:
+    def begin(
+        self, copy: Callable[[], None], sources: Sequence[Tensor], then: Callable[[Sequence[Tensor]], None]
+    ) -> None:
         """Begin to copy; `settle` must be called before the sources may change.
 
         Args:
             copy: makes the copies; it reports its errors itself.
             sources: of the copies.
-            then: called afterwards, by the same thread, with "" or the reason why the copies are not valid.
+            then: called afterwards, by the same thread, with the sources that have changed: their copies are not valid.
         """
         self.settle()
         versions = [source._version for source in sources]
@@ -38,9 +40,8 @@ class LateCopies:
         def run() -> None:
             with torch.no_grad():
                 copy()
-            changed = sum(version != source._version for version, source in zip(versions, sources, strict=True))
-            why = "tensors were changed before the next step of the optimizer, while they were copied"
-            then(f"{changed} {why}" if changed else "")
+            pairs = zip(versions, sources, strict=True)
+            then([source for version, source in pairs if version != source._version])
 
         self._thread = threading.Thread(target=run, name="unicron-late-copies", daemon=True)
         self._thread.start()
