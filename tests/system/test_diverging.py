@@ -33,6 +33,13 @@ def test_one_rank_alone_tests_after_the_others_have_finished(tmp_path: Path) -> 
     assert statuses == {0} and len(list(tmp_path.glob("ended-*.json"))) == 2
 
 
+def test_an_error_of_one_rank_after_the_training_fails_the_task(tmp_path: Path) -> None:
+    statuses, cluster = run(tmp_path, call="export", place="after")
+    assert 1 in statuses
+    [over] = cluster.events("task_over")
+    assert not over["succeeded"] and "OSError: no space for the exported model" in over["reason"]
+
+
 @pytest.mark.parametrize("strategy", ["unicron", "unicron_fsdp"])
 @pytest.mark.parametrize("place", ["batch", "validation", "epoch"])
 def test_a_stop_of_one_rank_stops_all(tmp_path: Path, place: str, strategy: str) -> None:

@@ -192,6 +192,9 @@ class Task(msgspec.Struct, kw_only=True):
     workers: dict[str, Worker] = {}
     finished: list[str] = []
     """Members of this life that have finished successfully."""
+    broken: dict[str, str] = {}
+    """Members whose programs have failed by themselves, with the cause, until an epoch without them is settled: after the
+    last collective none is, so that their failure is the task's."""
 
     lifecycle: Lifecycle
     """Replaced only by the transitions in `lifecycle`; read through the properties below."""

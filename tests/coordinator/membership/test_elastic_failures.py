@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from coordinator.driver import World, members, running, settle
 from coordinator.fake_agent import FakeAgent
@@ -108,6 +110,56 @@ def test_finished_members_do_not_change_the_epoch_and_the_last_one_ends_the_task
     assert "t" not in world.disk
     assert world.names()[-1] == "agent_left"
     assert world.names().count("worker_finished") == 2
+    assert world.event("task_over").fields["succeeded"] is True
+
+
+@pytest.mark.parametrize("first", ["failure", "success"])
+@pytest.mark.parametrize(
+    ("reported", "how"), [(True, {}), (False, {"cause": "exit", "code": 1}), (False, {"code": 11})]
+)
+def test_a_program_that_fails_after_the_training_fails_the_task(first: str, reported: bool, how: Any) -> None:
+    a, b = running(world := World(), 2)
+    if first == "success":
+        b.exit()
+        b.bye(succeeded=True)
+    if reported:
+        about = {"phase": "script", "step": 9, "at": world.now, "details": {}, "ends": True}
+        a.say(wire.ErrorReport(worker=a.worker(), kind="other_software_error", cause="OSError: no space", **about))
+        a.workers.clear()
+    else:
+        a.die(**how)
+    if first == "failure":
+        b.exit()
+        b.bye(succeeded=True)
+    assert a.last(wire.TaskOver).succeeded is False
+    reason = world.event("task_over").fields["reason"]
+    assert "a worker's program has failed after those of others had finished" in reason
+    assert a.worker() in reason and (not reported or "OSError: no space" in reason)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_member_that_is_killed_after_the_training_does_not_fail_the_task(lost: bool) -> None:
+    a, b = running(world := World(), 2)
+    b.exit()
+    b.bye(succeeded=True)
+    if lost:
+        a.drop()
+        world.advance(60)
+    else:
+        a.die()
+    assert world.event("task_over").fields["succeeded"] is True
+
+
+def test_a_failure_before_the_last_epoch_is_not_the_tasks() -> None:
+    """The others have trained on without the worker, and no end of a program was lost."""
+    a, b, c = running(world := World(), 3)
+    a.die(cause="exit", code=1)
+    for agent in (b, c):
+        agent.ready(world.task().number, step=5)
+    for agent in (b, c):
+        agent.exit()
+        agent.bye(succeeded=True)
+    a.bye(succeeded=False)
     assert world.event("task_over").fields["succeeded"] is True
 
 

@@ -222,6 +222,7 @@ def _settle(task: Task, turn: Turn) -> None:
     task.comm_error_epoch = 0  # the worker that reported one is here
     task.go, task.earlier = summed(task.number, list(states.values())), None
     task.established = list(states)
+    task.broken = {}
     send_go(task, turn)
     for agent_id in dict.fromkeys(task.workers[worker].agent for worker in left):
         _dismiss(task, turn, agent_id)
@@ -463,8 +464,9 @@ def _key(secret: bytes, epoch: str) -> str:
 def _nobody_left(task: Task, turn: Turn) -> None:
     """End the task, or begin a new life from the newest persistent checkpoint: no member with state is alive."""
     if task.finishing:
-        # Members finish the same step together: one that succeeded had completed all of the task's work.
-        finish(task, turn, succeeded=True, reason="all members finished")
+        # Members finish the same step together: one that succeeded had completed all of the task's training.
+        why = failed_end(task)
+        finish(task, turn, succeeded=not why, reason=why or "all members finished")
         return
     relayout.abandon(task, turn)
     if task.pausing:
@@ -473,13 +475,25 @@ def _nobody_left(task: Task, turn: Turn) -> None:
         _new_life(task, turn)
 
 
+def failed_end(task: Task) -> str:
+    """Return why the task has failed although members have finished; "" if it has succeeded.
+
+    The program of a member that failed by itself after the training, e.g. as it wrote a result, is not run again: the
+    others are gone. A member that was killed, or lost with its node, had trained to the end as well.
+    """
+    failed = [f"{worker}: {cause}" for worker, cause in task.broken.items() if worker in task.established]
+    if not failed:
+        return ""
+    return f"a worker's program has failed after those of others had finished, or shortly before: {'; '.join(failed)}"
+
+
 def _new_life(task: Task, turn: Turn) -> None:
     for worker in list(task.workers.values()):
         expel(task, turn, worker, "the task starts a new life")
     task.life += 1
     task.restarts += 1
     task.epoch = task.go = task.earlier = None
-    task.established = []
+    task.established, task.broken = [], {}
     task.replicas, task.replicas_of, task.layouts.spread, task.records = [], 0, None, {}
     task.comm_error_epoch = task.committed = 0
     saved = task.checkpoint

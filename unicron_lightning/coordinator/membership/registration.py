@@ -26,6 +26,7 @@ from unicron_lightning.coordinator.incidents.facts import AgentLoss
 from unicron_lightning.coordinator.membership import replicas, slots, standby, workers
 from unicron_lightning.coordinator.membership.epochs import (
     agents_to_notify,
+    failed_end,
     open_incident,
     send_epoch,
     send_go,
@@ -305,13 +306,14 @@ def review_end(task: Task, turn: Turn) -> None:
     """End the task when no agent is left to run it."""
     if task.over is not None or task.absent:
         return
+    failed = failed_end(task)
     if not task.agents:
-        finish(task, turn, succeeded=task.finishing, reason=_end_of(task))
+        finish(task, turn, succeeded=task.finishing and not failed, reason=failed or _end_of(task))
     elif task.finishing and not task.slots:
         # The remaining agents wait: stand-bys, which are not needed, or agents whose workers failed at the end.
-        failed = any(agent.holder for agent in task.agents.values())
-        succeeded = task.elastic or not failed
-        finish(task, turn, succeeded=succeeded, reason=_FINISHED if succeeded else "no agent runs any more")
+        stopped = any(agent.holder for agent in task.agents.values())
+        succeeded = not failed if task.elastic else not stopped
+        finish(task, turn, succeeded=succeeded, reason=_FINISHED if succeeded else failed or "no agent runs any more")
 
 
 def _end_of(task: Task) -> str:

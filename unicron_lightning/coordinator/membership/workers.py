@@ -28,6 +28,7 @@ from unicron_lightning.coordinator.membership.epochs import (
 )
 from unicron_lightning.coordinator.orders import injection, relayout
 from unicron_lightning.coordinator.part import Part, on
+from unicron_lightning.coordinator.severity.errors import was_sent
 from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
 from unicron_lightning.coordinator.watch import slowness
 
@@ -160,7 +161,10 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
         if ended_well:
             finished(task, turn, worker, how="exit")
         else:
-            died(task, turn, [worker], message.cause, code=message.code, at=message.at, meaning=message.meaning)
+            own = message.cause in ("exit", "signal") and not was_sent(message)
+            died(
+                task, turn, [worker], message.cause, code=message.code, at=message.at, meaning=message.meaning, own=own
+            )
     elif round_of(message.worker) == agent.round and message.worker not in agent.gone:
         # It never sent a hello: a plain script's worker, or one that died while it started.
         agent.gone.append(message.worker)
@@ -194,8 +198,9 @@ def died(
     code: int | None = None,
     at: float | None = None,
     meaning: str = "",
+    own: bool = False,
 ) -> None:
-    """Declare workers of one agent dead.
+    """Declare workers of one agent dead; ``own``: the program has failed by itself.
 
     torchrun terminates a dead worker's siblings: they are fenced at once, so that the survivors adapt once and not
     twice.
@@ -208,6 +213,8 @@ def died(
     for worker in lost:
         death = WorkerDeath(worker=worker.id, cause="sibling", received_at=turn.now)
         if worker in workers:
+            if own:
+                task.broken[worker.id] = meaning or f"{cause} {code}"
             remove_worker(task, worker)
             death = replace(death, cause=cause, code=code, died_at=at, meaning=meaning)
         else:

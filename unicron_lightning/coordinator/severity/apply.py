@@ -16,7 +16,7 @@ from unicron_lightning.coordinator.incidents.facts import FIRST_STEPS
 from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.orders import jobs
 from unicron_lightning.coordinator.part import Part, on
-from unicron_lightning.coordinator.severity.errors import known
+from unicron_lightning.coordinator.severity.errors import known, was_sent
 from unicron_lightning.coordinator.severity.record import Awaited, Failure, UnattributedError
 from unicron_lightning.coordinator.severity.rules import Decision, FailureContext
 from unicron_lightning.coordinator.severity.workflow import (
@@ -33,8 +33,6 @@ from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
 
 FIRST_HOLD_SECONDS, LAST_HOLD_SECONDS = 1.0, 30.0
 """Delay of an agent's grant after its workers have failed at their first start, and its limit: it doubles each time."""
-_SENT = (signal.SIGKILL, signal.SIGTERM)
-"""Signals that no fault of a process itself raises."""
 
 
 def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) -> None:
@@ -52,7 +50,7 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
         kind=kind, cause=message.meaning or _cause(message), output=message.output
     )
     failure = failure_of(task, turn, agent, told, message.worker)
-    sent = message.cause == "signal" and message.code in _SENT and message.kind is None
+    sent = was_sent(message)
     error = Error(
         failure=failure, round=agent.round, training=bool(task.established), sent=sent, registered=task.elastic
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import Final, Literal
+
+from unicron_lightning import wire
 
 Severity = Literal["SEV1", "SEV2", "SEV3"]
 
@@ -122,3 +125,8 @@ STOPPING: Final = ("parameters_differ", "programs_differ")
 def known(kind: str) -> str:
     """Return the kind to handle when ``kind`` is reported, maybe by a newer agent."""
     return kind if kind in SEVERITY else "unnamed_software_error"
+
+
+def was_sent(message: wire.WorkerDied) -> bool:
+    """Whether a worker ended by a signal that no fault of a process itself raises, and that nothing explains."""
+    return message.cause == "signal" and message.code in (signal.SIGKILL, signal.SIGTERM) and message.kind is None

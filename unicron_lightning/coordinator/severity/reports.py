@@ -40,7 +40,8 @@ def handle_error(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport
     kind = known(message.kind)
     worker = None if message.worker is None else task.workers.get(message.worker)
     if worker is not None and worker.agent == agent.id:
-        if kind not in STOPPING and (message.ends or SEVERITY[kind] == "SEV2"):
+        # That of one worker ends the task, and the others report the same.
+        if kind != "programs_differ" and (message.ends or SEVERITY[kind] == "SEV2"):
             _lost(task, turn, agent, worker, message)
             return
     elif message.worker is not None:
@@ -72,7 +73,7 @@ def _lost(task: Task, turn: Turn, agent: Agent, worker: Worker, message: wire.Er
     if apply.decides_errors(task) and not task.finishing and not symptom:
         failure = apply.failure_of(task, turn, agent, _told(message), worker.id)
         apply.feed(task, turn, Error(failure=failure, round=agent.round, training=bool(task.established)))
-    workers.died(task, turn, [worker], REPORTED, at=message.at)
+    workers.died(task, turn, [worker], REPORTED, at=message.at, meaning=message.cause, own=True)
     if not message.ends:
         turn.send(agent, wire.Fence(worker=worker.id, reason=f"{kind}: {message.cause}"))
 
