@@ -193,8 +193,7 @@ class Task(msgspec.Struct, kw_only=True):
     finished: list[str] = []
     """Members of this life that have finished successfully."""
     broken: dict[str, str] = {}
-    """Members whose programs have failed by themselves, with the cause, until an epoch without them is settled: after the
-    last collective none is, so that their failure is the task's."""
+    """Members whose programs have failed by themselves, with the cause, until an epoch without them is settled."""
 
     lifecycle: Lifecycle
     """Replaced only by the transitions in `lifecycle`; read through the properties below."""
@@ -303,6 +302,17 @@ class Task(msgspec.Struct, kw_only=True):
     def finishing(self) -> bool:
         """Whether the task's end has begun: no agent or worker is admitted any more."""
         return bool(self.finished) or self.agents_succeeded > 0
+
+    @property
+    def failed_end(self) -> str:
+        """Why the task has failed although members have finished; "" if it has not.
+
+        The program of a member that failed by itself after the training, e.g. as it wrote a result, is not run again:
+        the others are gone. A member that was killed, or lost with its node, had trained to the end as well.
+        """
+        failed = [f"{worker}: {cause}" for worker, cause in self.broken.items() if worker in self.established]
+        said = "a worker's program has failed after those of others had finished, or shortly before"
+        return f"{said}: {'; '.join(failed)}" if failed else ""
 
     @property
     def limit(self) -> int:

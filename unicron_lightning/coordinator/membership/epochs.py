@@ -465,26 +465,13 @@ def _nobody_left(task: Task, turn: Turn) -> None:
     """End the task, or begin a new life from the newest persistent checkpoint: no member with state is alive."""
     if task.finishing:
         # Members finish the same step together: one that succeeded had completed all of the task's training.
-        why = failed_end(task)
-        finish(task, turn, succeeded=not why, reason=why or "all members finished")
+        finish(task, turn, succeeded=not task.failed_end, reason=task.failed_end or "all members finished")
         return
     relayout.abandon(task, turn)
     if task.pausing:
         _stop(task, turn)
     else:
         _new_life(task, turn)
-
-
-def failed_end(task: Task) -> str:
-    """Return why the task has failed although members have finished; "" if it has succeeded.
-
-    The program of a member that failed by itself after the training, e.g. as it wrote a result, is not run again: the
-    others are gone. A member that was killed, or lost with its node, had trained to the end as well.
-    """
-    failed = [f"{worker}: {cause}" for worker, cause in task.broken.items() if worker in task.established]
-    if not failed:
-        return ""
-    return f"a worker's program has failed after those of others had finished, or shortly before: {'; '.join(failed)}"
 
 
 def _new_life(task: Task, turn: Turn) -> None:

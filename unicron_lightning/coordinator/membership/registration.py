@@ -26,7 +26,6 @@ from unicron_lightning.coordinator.incidents.facts import AgentLoss
 from unicron_lightning.coordinator.membership import replicas, slots, standby, workers
 from unicron_lightning.coordinator.membership.epochs import (
     agents_to_notify,
-    failed_end,
     open_incident,
     send_epoch,
     send_go,
@@ -306,7 +305,7 @@ def review_end(task: Task, turn: Turn) -> None:
     """End the task when no agent is left to run it."""
     if task.over is not None or task.absent:
         return
-    failed = failed_end(task)
+    failed = task.failed_end
     if not task.agents:
         finish(task, turn, succeeded=task.finishing and not failed, reason=failed or _end_of(task))
     elif task.finishing and not task.slots:
