@@ -243,6 +243,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         if fitting:
             parallelism.built()
             session.fits += 1
+            if session.control is not None:
+                session.control.fit = session.fits
             self.comparison.begin(trainer)
         if session.is_joiner and not self.engine.has_state:
             self._restores = "never"

@@ -76,6 +76,8 @@ class Worker(msgspec.Struct, kw_only=True):
     """Newest epoch that the worker has entered, as far as it reports that."""
     state: dict[str, Any] = {}
     step: int = 0
+    fit: int = 0
+    """Number of its script's ``fit`` call, as far as it reports that."""
     metrics: dict[str, float | None] = {}
     pace: wire.Pace | None = None
     """Step times of the worker as reported last."""

@@ -50,6 +50,8 @@ class Progress(Message, frozen=True, kw_only=True, tag="progress"):
     flops_per_step: Rate | None = None
     """FLOPs of the model in one step of the whole task, if the script specifies them."""
     pace: Pace | None = None
+    fit: Count = 0
+    """Number of the script's ``fit`` call, from 1, in which steps count anew; 0 if unknown."""
     samples_per_step: Count | None = None
     """Data set items in the global batch of the step."""
 

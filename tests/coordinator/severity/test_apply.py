@@ -11,8 +11,8 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 
 
-def progress(agent: FakeAgent, step: int) -> None:
-    agent.say(wire.Progress(worker=agent.worker(), step=step, metrics={}))
+def progress(agent: FakeAgent, step: int, fit: int = 0) -> None:
+    agent.say(wire.Progress(worker=agent.worker(), step=step, metrics={}, fit=fit))
 
 
 def answer(world: World, *agents: FakeAgent, step: int = 0) -> None:
@@ -328,6 +328,33 @@ def test_a_task_that_goes_on_between_failures_is_never_stopped():
             agent.rendezvous().boot()
         settle_all(world, a, b)
     assert world.task().life == 51
+
+
+def test_steps_of_a_second_fit_are_progress_though_they_count_anew():
+    world = World()
+    a, b = running(world, 2, nodes=(1, 4))
+    progress(a, 100, fit=1)
+    for step in range(10, 90, 10):
+        progress(a, step, fit=2)
+        b.die()
+        world.advance(2)
+        settle_all(world, a)
+        b.rendezvous().boot()
+        settle_all(world, a, b)
+        assert world.task().severity.attempts <= 1
+    assert "task_stopped" not in world.names() and world.task().life == 1
+    for _ in range(2):  # no step of a life that repeats the fits is progress
+        for agent in (a, b):
+            agent.die()
+        for agent in (a, b):
+            agent.rendezvous().boot()
+        settle_all(world, a, b)
+        lives = world.task().severity.lives
+        progress(a, 100, fit=1)
+        progress(a, 80, fit=2)
+        assert world.task().severity.lives == lives
+    progress(a, 81, fit=2)
+    assert world.task().severity.lives == 0
 
 
 def test_a_task_whose_workers_never_get_ready_is_stopped():

@@ -93,7 +93,7 @@ def receive(task: Task, turn: Turn, agent: Agent, message: Handled) -> None:
             _comm_error(task, turn, worker, message)
         case wire.Progress():
             # not saved: sent every second and only displayed
-            worker.step = message.step
+            worker.step, worker.fit = message.step, message.fit
             task.committed = max(task.committed, message.step)
             worker.metrics = message.metrics
             worker.pace = message.pace

@@ -77,11 +77,11 @@ def receive(
     message: wire.Progress | wire.CheckpointSaved | wire.WorkerEvent | wire.CommError,
 ) -> None:
     """Handle a worker's report of its progress, or of a failed connection."""
-    record = task.severity
-    step = None
+    record, worker = task.severity, task.workers.get(message.worker)
+    fit, step = 0 if worker is None else worker.fit, None
     match message:
         case wire.Progress():
-            step = message.step if message.worker in record.joined else None
+            fit, step = message.fit, message.step if message.worker in record.joined else None
         case wire.CheckpointSaved():
             step = message.step if message.worker in record.joined else None
         case wire.WorkerEvent() if message.worker in record.joined:
@@ -89,11 +89,11 @@ def receive(
                 step = message.fields.get("step")
             elif message.name == "entered_epoch" and message.fields.get("epoch") == task.number:
                 record.reports_entry = True
-                if (worker := task.workers.get(message.worker)) is not None:
+                if worker is not None:
                     worker.entered = task.number
         case wire.CommError() if message.worker in record.joined and message.epoch in (record.epoch, task.number):
             feed(task, turn, Named(agent=agent.id))
-    if isinstance(step, int) and step > record.step:
+    if isinstance(step, int) and (step := record.steps(fit, step)) > record.step:
         weighs = bool(record.attempts or record.lives or record.starts or record.series or record.reattempts)
         feed(task, turn, StepsFinished(step=step))
         if weighs:
@@ -238,7 +238,8 @@ def _cause(message: wire.WorkerDied) -> str:
 def _settled(task: Task, turn: Turn) -> None:
     there = [task.workers[worker] for worker in task.established if worker in task.workers]
     members = {worker.id: task.agents[worker.agent].node for worker in there}
-    feed(task, turn, Settled(step=max((worker.step for worker in there), default=0), members=members))
+    steps = (task.severity.steps(worker.fit, worker.step) for worker in there)
+    feed(task, turn, Settled(step=max(steps, default=0), members=members))
     turn.save(task)
 
 

@@ -63,7 +63,7 @@ class Series(msgspec.Struct, kw_only=True):
 
 
 class SeverityRecord(msgspec.Struct, kw_only=True):
-    """Basis of all decisions. Steps are finished optimizer steps."""
+    """Basis of all decisions. Steps are finished optimizer steps, those of a script's earlier fits included."""
 
     epoch: int = 0
     """The newest epoch that was processed."""
@@ -74,6 +74,8 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
     """Newest known step of this life."""
     mark: int = 0
     """Newest step ever known: progress is any step beyond it."""
+    before: dict[int, int] = {}
+    """Steps before each fit of the script after the first, by its number."""
     base: int = 0
     """`step` when the newest epoch was settled."""
     joined: dict[str, Joined] = {}
@@ -116,6 +118,10 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
     """Errors reported by workers without a hello in an agent's present round, by worker."""
     reports: list[tuple[str, str, float]] = []
     """Source, kind and time of the newest errors that ended nothing; an agent repeats some."""
+
+    def steps(self, fit: int, step: int) -> int:
+        """Return the number of steps of all fits, given that of a fit: trainers count anew in each."""
+        return step + (self.before.setdefault(fit, self.mark) if fit > 1 else 0)
 
     @property
     def most_starts(self) -> int:

@@ -73,6 +73,8 @@ class Control:
         self.local_rank = local_rank
         self.is_member = False
         self.condition = threading.Condition()
+        self.fit = 0
+        """Number of the script's ``fit`` call, sent with the progress."""
         self.flops_per_step: float | None = None
         """Model FLOPs of a step, sent with the progress."""
         self.listeners: list[Callable[[wire.Notice], None]] = []
@@ -251,6 +253,7 @@ class Control:
             metrics=dict(metrics),
             at=time.time(),
             flops_per_step=self.flops_per_step,
+            fit=self.fit,
             samples_per_step=num_samples,
         )
 
