@@ -9,6 +9,7 @@
 #   make conformance  short scripts under Lightning's strategies and unicron in one process: the differences
 #   make conformance-pairs conformance-triples  the same scripts in two and in three processes, under ddp and unicron
 #   make chaos       200 random faults, seeded
+#   make cross       random scripts under random histories of deaths, beside the same without: make cross [MINUTES=10] [SEED=0]
 #   make gpu         the acceptance kit of docs/gpu.md, on a machine with a GPU: make gpu [WHEELS=folder] [ITEMS=K1,K2]
 #   make bench       the figures in the README, measured here
 #   make experiments what failures would cost: docs/simulator-results.md, simulated
@@ -20,6 +21,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 FAULTS ?= 200
+MINUTES ?= 10
+SEED ?= 0
 PYTEST_ARGS ?=
 CASES ?=
 WHEELS ?=
@@ -27,7 +30,7 @@ ITEMS ?=
 COMPUTING := $(addprefix tests/,planner cli coordinator data simulate faults detection) $(wildcard tests/test_*.py)
 # These start processes and mostly wait; their limits of time are generous (the fault tests pass at a load of ten).
 # They run in this order: the longest first, so that none is left alone at the end.
-STARTING := $(addprefix tests/,megatron demo fsdp system strategies examples local_cluster matrix launcher node callbacks)
+STARTING := $(addprefix tests/,megatron demo fsdp system cross joins strategies examples local_cluster matrix launcher node callbacks)
 NONE_PICKED = $(if $(PYTEST_ARGS),|| test $$? = 5)
 
 VENV := .venv
@@ -39,7 +42,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # Read by tests/conftest.py, which prints the time since then at the end of each run of pytest.
 export MAKE_STARTED := $(shell date +%s)
 
-.PHONY: help setup demo demo-sharded quick test long matrix conformance conformance-pairs conformance-triples docs gpu chaos bench experiments import-cost lint types docs-check wheel-check clean
+.PHONY: help setup demo demo-sharded quick test long matrix conformance conformance-pairs conformance-triples docs gpu chaos cross bench experiments import-cost lint types docs-check wheel-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -90,6 +93,9 @@ conformance-pairs: $(READY)
 
 conformance-triples: $(READY)
 	@$(MAKE) --no-print-directory conformance CASES="--world 3 $(CASES)"
+
+cross: $(READY)
+	@$(BIN)/python benchmarks/crossing.py --minutes $(MINUTES) --seed $(SEED)
 
 chaos: $(READY)
 	@$(BIN)/python benchmarks/chaos.py --faults $(FAULTS)

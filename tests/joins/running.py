@@ -24,27 +24,27 @@ SECONDS: Final = 25.0
 class Site:
     """Where scripts run.
 
-    Args:
+    Attributes:
         folder: of outputs.
         socket: of the prepared process.
         cluster: has the coordinator.
     """
 
     def __init__(self, folder: Path, socket: Path, cluster: LocalCluster) -> None:
-        self._folder, self._socket, self._cluster = folder, socket, cluster
+        self.folder, self.socket, self.cluster = folder, socket, cluster
 
     def run(self, name: str, module: str = "joins.worker", restarts: int = 3) -> Path:
         """Run a script in a task of its own; return its folder."""
-        folder = self._folder / name
+        folder = self.folder / name
         folder.mkdir()
-        started = Processes(folder / "agents", {**self._cluster.processes.environment, **ENVIRONMENT})
-        stub = [sys.executable, "-I", "-S", str(HERE / "stub.py"), str(self._socket)]
-        where = ["--rdzv-backend", "unicron", "--rdzv-endpoint", self._cluster.endpoint, "--rdzv-id", f"joins-{name}"]
+        started = Processes(folder / "agents", {**self.cluster.processes.environment, **ENVIRONMENT})
+        stub = [sys.executable, "-I", "-S", str(HERE / "stub.py"), str(self.socket)]
+        where = ["--rdzv-backend", "unicron", "--rdzv-endpoint", self.cluster.endpoint, "--rdzv-id", f"joins-{name}"]
         shape = ["--nnodes", "2:2", "--nproc-per-node", "1", "--max-restarts", str(restarts)]
         script = ["--monitor-interval", "0.02", "--no-python", *stub, module, str(folder), name]
         try:
             for place in range(2):
-                conf = f"node={name}-{place},state_dir={self._cluster.state_dir},allow_injection=false"
+                conf = f"node={name}-{place},state_dir={self.cluster.state_dir},allow_injection=false"
                 started.start(f"agent{place}", [*stub, "agent", *where, "--rdzv-conf", conf, *shape, *script])
             limit = time.monotonic() + SECONDS
             while any(each.poll() is None for each in started.started.values()) and time.monotonic() < limit:
@@ -60,7 +60,7 @@ class Site:
 
     def log(self, name: str) -> str:
         """Return the output of a script's workers."""
-        return "".join(path.read_text() for path in (self._folder / name / "agents").glob("*.log"))
+        return "".join(path.read_text() for path in (self.folder / name / "agents").glob("*.log"))
 
 
 @contextmanager

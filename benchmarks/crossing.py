@@ -1,0 +1,92 @@
+"""Crosses random scripts with random histories of deaths, and compares each with the same script in one process.
+
+    python benchmarks/crossing.py [--minutes M] [--seed S] [--shrink] [--case JSON]
+
+Each case runs in a world of two or three workers under real torchrun agents, in float64, with deaths at random places
+of hooks, forwards and backwards, and once in one process without any. Parameters, buffers, optimizers, schedulers,
+metrics and counters must agree. A case that fails is printed as a line for `KEPT` in `tests/cross/test_cross.py`.
+The exit status is 1 if any has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from cross.cases import Case, draw
+from cross.running import Verdict, run, shrink
+from joins.running import Site, site
+
+
+def kinds(verdict: Verdict) -> list[str]:
+    """Return the kinds by which cases are counted."""
+    script = verdict.case.script
+    deaths = [f"deaths: {verdict.died}", f"joined: {min(verdict.joined, 4)}"]
+    return [script.strategy, f"data: {script.data}", f"saves: {script.saves or 'nothing'}", *deaths]
+
+
+def report(verdict: Verdict) -> None:
+    """Print what came of a case."""
+    print(
+        f"{'FAILED' if verdict.faults else 'passed'} {verdict.case.text()} died {verdict.died} joined {verdict.joined}"
+    )
+    for fault in verdict.faults:
+        print(f"   {fault[:400]}")
+    print(verdict.log, flush=True)
+
+
+def hunt(place: Site, first: int, minutes: float, *, shrinks: bool) -> int:
+    """Run cases two at a time, from a seed on; return the number that failed."""
+    limit, found, failed, seconds, cases = time.monotonic() + 60 * minutes, Counter[str](), 0, 0.0, 0
+    seeds, lock = count(first), threading.Lock()
+
+    def work() -> None:
+        nonlocal failed, seconds, cases
+        while time.monotonic() < limit:
+            with lock:
+                seed = next(seeds)
+            verdict = run(place, f"seed{seed}", draw(seed))
+            with lock:
+                cases, seconds, failed = cases + 1, seconds + verdict.seconds, failed + bool(verdict.faults)
+                found.update(kinds(verdict))
+            if verdict.faults:
+                smallest = shrink(place, verdict) if shrinks else verdict
+                with lock:
+                    print(f"seed {seed}:", end=" ")
+                    report(smallest)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(work) for _ in range(2)]:
+            done.result()
+    print(f"{cases} cases, {failed} failed, {seconds / max(1, cases):.1f} s each")
+    for kind, number in sorted(found.items()):
+        print(f"   {kind}: {number}")
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shrink", action="store_true", help="reduce a case that fails to a smaller one")
+    parser.add_argument("--case", help="run this one: a line of a former run")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="cross-") as folder, site(Path(folder)) as place:
+        if arguments.case:
+            verdict = run(place, "case", Case.from_text(arguments.case))
+            report(verdict)
+            return int(bool(verdict.faults))
+        return int(hunt(place, arguments.seed, arguments.minutes, shrinks=arguments.shrink) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Random scripts under random histories of deaths end as they do without; ``make cross`` runs as many as one likes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from cross.cases import Case, Script, draw, smaller
+from cross.running import differences, run
+from joins.running import Site, site
+
+SEEDS = (200, 205, 207, 211, 215, 219)
+KEPT = {
+    "hooks_before_a_join": """{"script": {"hooks": ["half_rates", "rate_at_start", "scaled_weights", "counting"]},
+        "strikes": [{"rank": 0}], "waits": true, "least": 1}""",
+    "second_fit_after_an_unfreeze": """{"script": {"frozen": "first", "fits": 2},
+        "strikes": [{"fit": 2, "step": 14}], "waits": true, "least": 1}""",
+    "changing_batches": """{"script": {"data": "budget", "samples": 29, "epochs": 3},
+        "strikes": [{"step": 7, "rank": 0}], "waits": true, "least": 1}""",
+    "all_die": """{"script": {"optimizer": "adam", "groups": 2, "saves": "memory"},
+        "strikes": [{"step": 7, "rank": -1}], "waits": true, "least": 1}""",
+}
+"""Cases near faults that there were, by what failed."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with site(tmp_path_factory.mktemp("cross")) as made:
+        yield made
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_cases(seed: int, place: Site) -> None:
+    verdict = run(place, f"seed{seed}", draw(seed))
+    assert verdict.faults == (), f"{verdict.case.text()}\n{verdict.log}"
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_cases(name: str, place: Site) -> None:
+    verdict = run(place, name, Case.from_text(KEPT[name]))
+    assert verdict.faults == (), verdict.log
+    assert verdict.died >= 1
+
+
+def test_a_case_is_drawn_by_its_seed_and_fits_in_a_line() -> None:
+    cases = [draw(seed) for seed in range(200)]
+    assert cases == [draw(seed) for seed in range(200)] == [Case.from_text(case.text()) for case in cases]
+    assert len({case.script.data for case in cases}) == 4 and len({case.script.saves for case in cases}) == 4
+
+
+def test_a_failing_case_is_reduced_to_what_it_needs() -> None:
+    def fails(case: Case) -> bool:
+        return case.script.dropout and any(strike.rank == 0 for strike in case.strikes)
+
+    case = next(case for case in map(draw, range(1000)) if fails(case) and len(case.strikes) == 3)
+    while (found := next(filter(fails, smaller(case)), None)) is not None:
+        case = found
+    assert case.script == Script(dropout=True) and len(case.strikes) == 1
+
+
+def test_differences_are_named_by_their_place() -> None:
+    one, other = {"a": [1.0, 2.0], "b": 3}, {"a": [1.0, 2.1], "b": 4}
+    assert [each.split(":")[0] for each in differences(one, other)] == [".a[1]", ".b"]
+    assert not list(differences({"a": 1.0}, {"a": 1.0 + 1e-9}))
+    assert all(list(differences(*pair)) for pair in pairwise([{"a": 1}, {"b": 1}, {"a": [1]}]))
