@@ -243,6 +243,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         if fitting:
             parallelism.built()
             session.fits += 1
+            self.reported.fit = session.fits
             if session.control is not None:
                 session.control.fit = session.fits
             self.comparison.begin(trainer)
@@ -255,7 +256,7 @@ class FaultTolerantStrategy(CollectingStrategy):
             return
         session.record_fit()
         remembers = fitting and self._membership.remember(trainer)
-        resumes = fitting and bool(session.resume)
+        resumes = fitting and any(checkpoint.fit >= session.fits for checkpoint in session.resume)
         if remembers or resumes:
             self._restores = "never"
         parallelism.found(resumes=resumes or remembers)

@@ -16,6 +16,7 @@ from unicron_lightning import wire
 from unicron_lightning.strategies.collectives.operations import RECORD_BYTES
 from unicron_lightning.strategies.console import take_over_bar
 from unicron_lightning.strategies.metrics.loggers import take_over
+from unicron_lightning.strategies.session import FitPassed
 from unicron_lightning.strategies.state import callbacks, join_state
 from unicron_lightning.strategies.state.parting import part
 from unicron_lightning.worker import codec
@@ -93,6 +94,7 @@ class Membership:
         if self._sanity_steps is None:
             self._sanity_steps = trainer.num_sanity_val_steps
         self._skipped = trainer.limit_train_batches
+        self._strategy.session.left_out += 1
         trainer.limit_train_batches = trainer.num_sanity_val_steps = 0
         logger.warning("fit_left_out number=%d reason=the task has finished it", self._strategy.session.fits)
 
@@ -108,19 +110,28 @@ class Membership:
             if session.engine.world.rank == 0 and not session.joins:
                 results = join_state.fit_results(trainer)
                 if results is not None and len(results) <= RECORD_BYTES:
-                    session.control.send(wire.Record(key=key, value=base64.b64encode(results).decode()))
+                    session.control.send(wire.Record(key=key, value=base64.b64encode(results).decode(), lasting=True))
             return
         trainer.limit_train_batches, self._skipped = self._skipped, None
         if (value := session.control.lookup(key)) is not None:
             join_state.take_fit_results(trainer, codec.decode(base64.b64decode(value)))
 
     def resume(self, trainer: pl.Trainer) -> None:
-        """Resume from the task's newest checkpoint that is as it was written, because no member is left."""
+        """Resume from the task's newest checkpoint that is as it was written, because no member is left.
+
+        If it was written in a later ``fit`` of the script, this one is left out.
+        """
         strategy, session = self._strategy, self._strategy.session
-        self._begin_late(trainer)
-        known, session.resume = session.resume, ()
+        known = [each for each in session.resume if each.fit >= session.fits]
+        session.resume = ()
         divided = strategy.parallelism.checkpoints.divided
-        self._arrival = whole = strategy.reported.resume(trainer, session.engine, known, divided=divided)
+        self._begin_late(trainer)
+        try:
+            self._arrival = whole = strategy.reported.resume(trainer, session.engine, known, divided=divided)
+        except FitPassed:
+            session.resume = known
+            self.skip(trainer)
+            return
         if whole is not None:
             strategy.seed = whole["seed"]
             strategy.parallelism.admitted(whole)

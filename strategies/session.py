@@ -60,6 +60,7 @@ class Session(OfProcess):
         is_joiner: whether the task ran already when this worker was started.
         joins: whether this joiner has not reached its first step.
         fits: number of the script's ``fit`` calls so far, those that were left out among them.
+        left_out: number of these, which the task has finished.
 
     Raises:
         ConfigError: under torchrun with another rendezvous back-end.
@@ -72,7 +73,7 @@ class Session(OfProcess):
         self.is_joiner = self.joins = False
         self.resume: Sequence[wire.Checkpoint] = ()
         self.memory: Sequence[wire.StateOffer] = ()
-        self.fits = 0
+        self.fits = self.left_out = 0
         self._runs = 0
         self._stacks: StackFile | None = None
         self._siblings: EndingSiblings | None = None

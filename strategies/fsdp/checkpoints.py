@@ -173,7 +173,8 @@ class ShardedCheckpoints(SingleFileCheckpoints):
         else:
             return
         fitting = self._parallel.strategy.trainer.state.fn == TrainerFn.FITTING
-        self.loaded = self.loaded or self._parallel.member.model.fits > fitting  # a first fit may resume
+        trained = self._parallel.member.model.fits - self._parallel.strategy.session.left_out
+        self.loaded = self.loaded or trained > fitting  # the first fit that is not left out may resume
         if fitting:
             self.check_fit()
         self._parallel.member.fabric.at = int(checkpoint["global_step"])

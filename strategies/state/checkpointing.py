@@ -20,6 +20,7 @@ from unicron_lightning.checkpoints.staging import HeldCheckpoint
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.parallelism import CheckpointStore
+from unicron_lightning.strategies.session import FitPassed
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.resuming import newest
 from unicron_lightning.worker.checkpoint_files import HashingFile, OpenCheckpoint, digest_of, located, size_of
@@ -87,9 +88,11 @@ class ReportedCheckpoints:
 
     Attributes:
         saved: the last report of each path.
+        fit: number of the script's present ``fit``.
     """
 
     def __init__(self) -> None:
+        self.fit = 1
         self.saved: dict[str, wire.CheckpointSaved] = {}
         self._opened: OpenCheckpoint | None = None
 
@@ -107,7 +110,7 @@ class ReportedCheckpoints:
         """Report a complete checkpoint; for all workers, as the first may die now."""
         if control is not None:
             self.saved[path] = wire.CheckpointSaved(
-                worker=control.worker, path=path, step=step, digest=digest, bytes=size_of(path)
+                worker=control.worker, path=path, step=step, digest=digest, bytes=size_of(path), fit=self.fit
             )
             control.send(self.saved[path])
 
@@ -118,16 +121,21 @@ class ReportedCheckpoints:
     def resume(
         self, trainer: pl.Trainer, engine: Engine, known: Sequence[wire.Checkpoint], *, divided: bool
     ) -> dict[str, Any] | None:
-        """Resume from the newest of some checkpoints that is as it was written; see `join_state.resume`."""
-        with newest(engine, known, divided=divided) as opened:
+        """Resume from the newest of some checkpoints that is as it was written; see `join_state.resume`.
+
+        Raises:
+            FitPassed: it is of a later ``fit`` of the script.
+        """
+        with newest(engine, known, divided=divided) as (opened, checkpoint):
+            if checkpoint.fit != self.fit:
+                raise FitPassed(f"{checkpoint.path} is of fit number {checkpoint.fit}")
             self._opened = opened
             try:
                 state = join_state.resume(trainer, opened.name)
             finally:
                 self._opened = None
             if engine.control is not None and engine.world.rank == 0:
-                step = next(each.step for each in known if each.path == opened.name)
-                engine.control.event("state_restored", tier="disk", step=step, path=opened.name)
+                engine.control.event("state_restored", tier="disk", step=checkpoint.step, path=opened.name)
             return state
 
 

@@ -85,7 +85,7 @@ class StateMemory:
         if not every or control is None or step == 0 or step // every == before // every:
             return
         if self._staging is None:
-            self._staging = Staging(control)
+            self._staging = Staging(control, self._strategy.session.fits)
         try:
             with engine.activity.during("checkpoint"):
                 staged = division.stage(self._staging, state, self.partners)
@@ -105,7 +105,8 @@ class StateMemory:
             Its state, for `join_state.arrive`; None if no version can be restored.
         """
         strategy, session, division = self._strategy, self._strategy.session, self._strategy.parallelism.division
-        offers, session.memory = session.memory, ()
+        offers = [offer for offer in session.memory if offer.version.fit == session.fits]
+        session.memory = tuple(offer for offer in session.memory if offer.version.fit > session.fits)
         if not offers or session.control is None:
             return None
         given = session.control.held(_ANSWER_SECONDS)

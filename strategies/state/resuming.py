@@ -29,8 +29,12 @@ class _Seen(msgspec.Struct):
 
 
 @contextmanager
-def newest(engine: Engine, known: Sequence[wire.Checkpoint], *, divided: bool) -> Iterator[OpenCheckpoint]:
-    """Hold the first of some checkpoints open that all ranks find as it was written. For all ranks together.
+def newest(
+    engine: Engine, known: Sequence[wire.Checkpoint], *, divided: bool
+) -> Iterator[tuple[OpenCheckpoint, wire.Checkpoint]]:
+    """Hold the first of some checkpoints open that all ranks find as it was written, and yield it with what is known.
+
+    For all ranks together.
 
     Args:
         engine: has state.
@@ -45,7 +49,7 @@ def newest(engine: Engine, known: Sequence[wire.Checkpoint], *, divided: bool) -
         opened, found = _look(engine, checkpoint, number, divided=divided)
         try:
             if found == checkpoint.digest and opened is not None:
-                yield opened
+                yield opened, checkpoint
                 return
         finally:
             if opened is not None:

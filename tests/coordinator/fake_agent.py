@@ -189,11 +189,13 @@ class FakeAgent:
                 self.saved("/ckpt", epochs[-1].number, worker=info.worker, parting=True)
             self.ready(epochs[-1].number, local_rank)
 
-    def saved(self, path: str, step: int, text: str = "", *, worker: str = "", parting: bool = False) -> None:
+    def saved(
+        self, path: str, step: int, text: str = "", *, worker: str = "", parting: bool = False, fit: int = 1
+    ) -> None:
         """Report a checkpoint with a content."""
         digest = hashlib.sha256((text or path).encode()).hexdigest()
         worker = worker or self.worker()
-        self.say(wire.CheckpointSaved(worker=worker, path=path, step=step, digest=digest, parting=parting))
+        self.say(wire.CheckpointSaved(worker=worker, path=path, step=step, digest=digest, parting=parting, fit=fit))
 
     def resumes(self) -> list[str]:
         """Paths of the checkpoints in the last welcome."""

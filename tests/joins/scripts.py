@@ -48,11 +48,11 @@ class Script:
 
     Attributes:
         runs: returns its fits.
-        kill: fit, step and rank of the worker that is killed before that step.
+        kill: fit, step and rank of the worker that is killed before that step; rank None: all of them.
     """
 
     runs: Callable[[Path], list[Run]]
-    kill: tuple[int, int, int] = (1, 7, 1)
+    kill: tuple[int, int, int | None] = (1, 7, 1)
 
 
 def data(samples: int = 24, seed: int = 1) -> DataLoader[Any]:
@@ -307,3 +307,28 @@ SCRIPTS = {
     "second_fit_same": Script(runs=twice(ScaledWeights, Net, same=True), kill=(2, 21, 1)),
     "second_fit_backbone": Script(runs=twice(backbone, Finetuned, same=True), kill=(1, 14, 1)),
 }
+
+
+def saved_twice(*, same: bool, **settings: Any) -> Callable[[Path], list[Run]]:
+    """Return what makes two fits that save, the second of which has fewer steps."""
+
+    def runs(folder: Path) -> list[Run]:
+        module = Net()
+        savers = [ModelCheckpoint(folder / f"fit{number}", every_n_train_steps=3) for number in range(2)]
+        given = {"train_dataloaders": data()}
+        settings_ = {"enable_checkpointing": True} | settings
+        first = Run(module=module, data=given, callbacks=[savers[0]], trainer=settings_)
+        if same:
+            return [first, Run(module=module, data=given, trainer=None, epochs=2)]
+        return [first, Run(module=module, data=given, callbacks=[savers[1]], trainer=settings_, epochs=2)]
+
+    return runs
+
+
+LOST: dict[str, Script] = {
+    "lost_in_second_fit": Script(runs=saved_twice(same=False), kill=(2, 8, None)),
+    "lost_in_second_fit_same": Script(runs=saved_twice(same=True), kill=(2, 26, None)),
+    "lost_in_second_fit_sharded": Script(runs=saved_twice(same=True, strategy=sharded), kill=(2, 26, None)),
+    "lost_at_the_begin_of_the_second_fit": Script(runs=saved_twice(same=False), kill=(2, 1, None)),
+}
+"""Scripts all of whose workers are killed at once: a new life resumes from a checkpoint."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from joins.running import Site, first_step, results, site
-from joins.scripts import SCRIPTS
+from joins.scripts import LOST, SCRIPTS
 from joins.walk import unequal
 from joins.worker import train
 
@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:You defined a .validation_step.:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
 ]
 
 
@@ -34,6 +35,14 @@ def test_a_joiner_has_what_members_have(name: str, place: Site, tmp_path: Path) 
     ends = results(folder)
     assert len(ends) == 2 and sum(each["replaces"] for each in ends) == 1
     alone = train(SCRIPTS[name], tmp_path, alone=True)["end"]
+    assert [far(each["end"], alone) for each in ends] == [{}, {}]
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_new_life_resumes_in_the_fit_that_was_left(name: str, place: Site, tmp_path: Path) -> None:
+    ends = results(place.run(name))
+    assert [each["replaces"] for each in ends] == [True, True]
+    alone = train(LOST[name], tmp_path, alone=True)["end"]
     assert [far(each["end"], alone) for each in ends] == [{}, {}]
 
 

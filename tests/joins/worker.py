@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from joins.scripts import SCRIPTS, Run, Script
+from joins.scripts import LOST, SCRIPTS, Run, Script
 from joins.walk import described
 
 MOST_SECONDS = 60.0
@@ -44,9 +44,22 @@ class Strike(pl.Callback):
             self._describe(trainer, batch_idx)
             if not self.replaces and world < 2:
                 self._wait(trainer)
+        elif rank is None and not self.replaces and (self.fit, trainer.global_step) == (fit, step):
+            self._die_together(trainer)
         elif (self.fit, trainer.global_step) == (fit, step) and world == 2 and trainer.global_rank == rank:
             self._killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _die_together(self, trainer: pl.Trainer) -> None:
+        """Kill this worker once all are here."""
+        (self._folder / f"here-{trainer.global_rank}").touch()
+        while len(list(self._folder.glob("here-*"))) < trainer.world_size:
+            time.sleep(0.01)
+        (self._folder / f"dead-{trainer.global_rank}").touch()
+        while len(list(self._folder.glob("dead-*"))) < trainer.world_size:
+            time.sleep(0.001)
+        self._killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _wait(self, trainer: pl.Trainer) -> None:
         engine: Any = trainer.strategy.engine  # type: ignore[attr-defined]
@@ -104,5 +117,5 @@ def _trainer(run: Run, strike: Strike, folder: Path, *, alone: bool) -> pl.Train
 
 def main(folder: Path, name: str) -> None:
     """Train, and write the result."""
-    result = train(SCRIPTS[name], folder, alone=False)
+    result = train((SCRIPTS | LOST)[name], folder, alone=False)
     torch.save(result, folder / f"result-{os.environ['RANK']}-{os.getpid()}.pt")

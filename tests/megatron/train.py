@@ -210,6 +210,12 @@ class Watch(pl.Callback):
         module.faults.strategy = strategy
         strategy.engine.fault = self._point
         self._module = module
+        if strategy.session.joins:  # whatever hooks change there, it continues from the members' state
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.mul_(2)
+            for group in trainer.optimizers[0].param_groups:
+                group["lr"] = 7.0
 
     def _point(self, name: str, *where: Any) -> None:
         if name in ("call", "reduce", "reduced", "gate", "commit", "committed", "checkpoint", "updated", "kept"):

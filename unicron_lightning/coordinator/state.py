@@ -235,6 +235,8 @@ class Task(msgspec.Struct, kw_only=True):
     incidents: int = 0
     restarts: int = 0
     records: dict[str, str] = {}
+    lasting: dict[str, str] = {}
+    """The records that are kept for later lives."""
     checkpoints: list[wire.Checkpoint] = []
     """Reported checkpoints, newest first."""
     memory: MemoryRecord = msgspec.field(default_factory=MemoryRecord)

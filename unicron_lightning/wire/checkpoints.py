@@ -26,6 +26,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Life of the task in which it was written."""
     bytes: Count | None = None
     """Size of its files; None if it is not known."""
+    fit: Count = 1
+    """Number of the script's ``fit`` in which it was written: each counts its own steps."""
 
 
 class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"):
@@ -40,4 +42,5 @@ class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"
     step: Count
     digest: Digest
     bytes: Count | None = None
+    fit: Count = 1
     parting: bool = False

@@ -24,6 +24,8 @@ class StateVersion(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """Copies that each part is to have, on different nodes."""
     layout: Digest
     """SHA-256 of the names, types and shapes of the divided tensors: parts of different layouts do not fit together."""
+    fit: Count = 1
+    """Number of the script's ``fit``: each counts its own steps."""
 
 
 class StateCopy(msgspec.Struct, frozen=True, kw_only=True):

@@ -106,6 +106,8 @@ class Record(Message, frozen=True, kw_only=True, tag="record"):
 
     key: Key
     value: str
+    lasting: bool = False
+    """Keep it for later lives, too."""
 
 
 class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):

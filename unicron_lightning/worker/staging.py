@@ -47,10 +47,12 @@ class Staging:
 
     Args:
         control: link to the agent.
+        fit: number of the script's ``fit``.
     """
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, fit: int = 1) -> None:
         self._control = control
+        self._fit = fit
         self._link = MemoryLink(control.worker, control.path)
         self._pool = MemoryPool()
         self._handed: list[list[PooledMemory]] = []
@@ -83,6 +85,7 @@ class Staging:
             parts=len(plan),
             copies=min(len(part.holders) + len(part.receivers) for part in plan),
             layout=state.layout,
+            fit=self._fit,
         )
         mine = [part for part in plan if world.rank in part.holders]
         sizes = {part.number: state.size(part.piece, part.pieces) for part in mine}

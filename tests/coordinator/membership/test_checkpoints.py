@@ -55,6 +55,28 @@ def test_a_path_stands_for_what_was_written_there_last() -> None:
     assert a.last(wire.Welcome).resume[0].life == 2
 
 
+def test_those_of_a_later_fit_are_newer_whatever_their_steps() -> None:
+    world = World()
+    a, b = running(world, 2)
+    a.saved("/last", 40)
+    a.saved("/first fit", 48)
+    a.saved("/last", 3, fit=2)
+    b.saved("/last", 40)  # its message was delayed
+    assert reborn(a, b) == [("/last", 3), ("/first fit", 48)]
+    assert [known.fit for known in a.last(wire.Welcome).resume] == [2, 1]
+
+
+def test_results_of_fits_outlive_a_life() -> None:
+    world = World()
+    a, b = running(world, 2)
+    a.say(wire.Record(key="results", value="of fit 1", lasting=True))
+    a.say(wire.Record(key="other", value="of this life"))
+    reborn(a, b)
+    for key, value in (("results", "of fit 1"), ("other", None)):
+        a.say(wire.Lookup(worker=a.worker(), key=key))
+        assert a.last(wire.LookupReply).value == value
+
+
 def test_two_of_one_step_at_one_path_may_both_be_the_last() -> None:
     """The members' reports may be in different order."""
     world = World()

@@ -30,7 +30,7 @@ def known(path: Path, step: int, digest: str | None = None) -> wire.Checkpoint:
 
 
 def chosen(*checkpoints: wire.Checkpoint, divided: bool = False) -> str:
-    with newest(engine(), checkpoints, divided=divided) as opened:
+    with newest(engine(), checkpoints, divided=divided) as (opened, _):
         return Path(opened.path).read_text() if Path(opened.path).is_file() else opened.name
 
 
@@ -129,7 +129,7 @@ def test_a_url_stays_a_url(tmp_path: Path) -> None:
     assert located(url) == url and located("x") == str(Path.cwd() / "x")
     digest = write_checkpoint(TorchCheckpointIO(), CONTENT, url, None)
     assert digest == digest_of(str(tmp_path / "x.ckpt"))
-    with newest(engine(), [wire.Checkpoint(path=url, step=3, digest=digest, life=1)], divided=False) as opened:
+    with newest(engine(), [wire.Checkpoint(path=url, step=3, digest=digest, life=1)], divided=False) as (opened, _):
         assert opened.path == url
 
 

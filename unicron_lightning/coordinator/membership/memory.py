@@ -59,13 +59,15 @@ def _error(task: Task, turn: Turn, _agent: Agent, message: wire.ErrorReport) -> 
 
 def _usable(task: Task) -> list[tuple[wire.StateVersion, _Copies]]:
     """Return the versions that are held and not older than the newest checkpoint, newest first."""
-    least = task.checkpoint.step if task.checkpoint else 0
+    least = (task.checkpoint.fit, task.checkpoint.step) if task.checkpoint else (0, 0)
     usable = [
         (version, parts)
         for version, parts in known(task).items()
-        if version.step >= least and version.epoch > task.memory.doubted and least_copies(version, parts) > 0
+        if (version.fit, version.step) >= least
+        and version.epoch > task.memory.doubted
+        and least_copies(version, parts) > 0
     ]
-    return sorted(usable, key=lambda each: (each[0].step, each[0]), reverse=True)
+    return sorted(usable, key=lambda each: (each[0].fit, each[0].step, each[0]), reverse=True)
 
 
 def newest(task: Task) -> int | None:

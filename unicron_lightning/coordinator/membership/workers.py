@@ -103,7 +103,7 @@ def receive(task: Task, turn: Turn, agent: Agent, message: Handled) -> None:
         case wire.WorkerEvent():
             _event(task, turn, worker, message)
         case wire.Lookup():
-            value = task.records.get(message.key)
+            value = task.records.get(message.key, task.lasting.get(message.key))
             turn.send(agent, wire.LookupReply(worker=worker.id, key=message.key, value=value))
         case wire.CheckpointSaved() if worker.ready or any(worker.id == member.worker for member in task.members()):
             # Only a training worker reports a valid checkpoint: a new life loads it.
@@ -121,7 +121,7 @@ def receive(task: Task, turn: Turn, agent: Agent, message: Handled) -> None:
 def record(task: Task, turn: Turn, agent: Agent, message: wire.Record) -> None:
     """Keep a value for workers that join later."""
     if task.workers_of(agent.id):  # otherwise it comes from a worker of an earlier life
-        task.records[message.key] = message.value
+        (task.lasting if message.lasting else task.records)[message.key] = message.value
         turn.save(task)
 
 
@@ -283,6 +283,11 @@ def _event(task: Task, turn: Turn, worker: Worker, message: wire.WorkerEvent) ->
         relayout.follow_plan(task, turn)
 
 
+def _age(checkpoint: wire.Checkpoint) -> tuple[int, int]:
+    """Return what orders checkpoints by age: each ``fit`` of a script counts its own steps."""
+    return checkpoint.fit, checkpoint.step
+
+
 def _checkpoint_saved(task: Task, turn: Turn, message: wire.CheckpointSaved) -> None:
     """Record a checkpoint, unless it is known or something newer was written at its path in this life.
 
@@ -291,18 +296,23 @@ def _checkpoint_saved(task: Task, turn: Turn, message: wire.CheckpointSaved) -> 
     deleted since may stay on record.
     """
     one = wire.Checkpoint(
-        path=message.path, step=message.step, digest=message.digest, life=task.life, bytes=message.bytes
+        path=message.path,
+        step=message.step,
+        digest=message.digest,
+        life=task.life,
+        bytes=message.bytes,
+        fit=message.fit,
     )
     there = [known for known in task.checkpoints if known.path == one.path]
-    same = (one.life, one.step, one.digest)
-    if any((known.life, known.step, known.digest) == same for known in there) or any(
-        known.life == one.life and known.step > one.step for known in there
+    same = (one.life, *_age(one), one.digest)
+    if any((known.life, *_age(known), known.digest) == same for known in there) or any(
+        known.life == one.life and _age(known) > _age(one) for known in there
     ):
         return
     # Two of the same step may both be there: which one was written last is not known.
-    replaced = [known for known in there if (known.life, known.step) != (one.life, one.step)]
+    replaced = [known for known in there if (known.life, *_age(known)) != (one.life, *_age(one))]
     kept = [known for known in task.checkpoints if known not in replaced]
-    task.checkpoints = sorted([one, *kept], key=lambda known: -known.step)[:CHECKPOINTS_KEPT]
+    task.checkpoints = sorted([one, *kept], key=_age, reverse=True)[:CHECKPOINTS_KEPT]
     fields = {"worker": message.worker, "path": one.path, "step": one.step, "digest": one.digest}
     turn.emit_for(task, None, "checkpoint_saved", fields)
 
