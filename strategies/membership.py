@@ -96,6 +96,7 @@ class Membership:
         self._skipped = trainer.limit_train_batches
         self._strategy.session.left_out += 1
         trainer.limit_train_batches = trainer.num_sanity_val_steps = 0
+        callbacks.skip_search(trainer)
         logger.warning("fit_left_out number=%d reason=the task has finished it", self._strategy.session.fits)
 
     def end_run(self, trainer: pl.Trainer) -> None:
@@ -113,6 +114,7 @@ class Membership:
                     session.control.send(wire.Record(key=key, value=base64.b64encode(results).decode(), lasting=True))
             return
         trainer.limit_train_batches, self._skipped = self._skipped, None
+        callbacks.allow_search(trainer)
         if (value := session.control.lookup(key)) is not None:
             join_state.take_fit_results(trainer, codec.decode(base64.b64decode(value)))
 

@@ -23,6 +23,8 @@ from unicron_lightning.worker.operations import Agreement, unpack_parts
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
+_OF_EARLIER_FITS: Final = ("requires_grad", "optimizer", "scheduler", "hparams")
+"""Items that an earlier ``fit`` may have changed, which a joiner has left out: it gets them from the members."""
 _PLAIN: Final = (bool, int, float, str, type(None))
 
 
@@ -74,7 +76,9 @@ class Comparison:
             WorkersDiffer: if this worker differs.
         """
         if self._active and expected:
-            check_agreement(self.described, [expected], node=self._node())
+            left = _OF_EARLIER_FITS if self._strategy.session.fits > 1 else ()
+            mine, theirs = ({k: v for k, v in each.items() if k not in left} for each in (self.described, expected))
+            check_agreement(mine, [theirs], node=self._node())
 
     def _node(self) -> str:
         world = self._strategy.engine.world
@@ -84,12 +88,14 @@ class Comparison:
 def describe_model(trainer: pl.Trainer) -> dict[str, str]:
     """Describe the model when the optimizers exist and before anything is restored."""
     module = trainer.lightning_module
-    named = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+    named = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     versions = (torch.__version__, pl.__version__, __version__)
     return {
         "versions": "torch {}, lightning {}, unicron-lightning {}".format(*(v.partition("+")[0] for v in versions)),
         "seed": os.environ.get("PL_GLOBAL_SEED", "not set"),
-        "parameters": f"{len(named)}, digest of names, shapes, dtypes and requires_grad {digest(named)}",
+        "parameters": f"{len(named)}, digest of names, shapes and dtypes {digest(named)}",
+        "requires_grad": f"False for {len(frozen)} parameters, digest of their names {digest(frozen)}",
         "optimizer": ", ".join(_optimizer(each) for each in trainer.optimizers),
         "scheduler": ", ".join(
             f"{type(config.scheduler).__qualname__}({_text(config.scheduler.state_dict())}) per {config.interval}"

@@ -142,6 +142,12 @@ def fit_results(trainer: pl.Trainer) -> bytes | None:
     """
     results: dict[str, Any] = {"callbacks": call._call_callbacks_state_dict(trainer)}
     results["metrics"] = dict(trainer._logger_connector._callback_metrics)
+    module = trainer.lightning_module
+    results["module"] = [
+        [p.requires_grad for p in module.parameters()],
+        layer_settings(module),
+        callbacks.state(trainer),
+    ]
     try:
         return codec.encode({**results, "counters": counters(trainer.fit_loop)})
     except codec.NotPlainData as error:
@@ -153,6 +159,11 @@ def take_fit_results(trainer: pl.Trainer, results: dict[str, Any]) -> None:
     """Take the results of `fit_results`."""
     call._call_callbacks_load_state_dict(trainer, {"callbacks": results["callbacks"]})
     trainer._logger_connector._callback_metrics.update(results["metrics"])
+    requires_grad, layers, known = results["module"]
+    for parameter, needed in zip(trainer.lightning_module.parameters(), requires_grad, strict=True):
+        parameter.requires_grad_(needed)
+    set_layers(trainer.lightning_module, layers)
+    callbacks.restore(trainer, known)
     set_counters(trainer.fit_loop, results["counters"])
 
 

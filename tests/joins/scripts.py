@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EarlyStopping,
     EMAWeightAveraging,
+    LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
     Timer,
@@ -245,9 +246,9 @@ def with_data_module(folder: Path) -> list[Run]:
 
 
 def twice(
-    callback: Callable[[], pl.Callback], net: type[Net], *, same: bool, **settings: Any
+    callback: Callable[[], pl.Callback], net: type[Net], *, same: bool, bare: bool = False, **settings: Any
 ) -> Callable[[Path], list[Run]]:
-    """Return what makes two fits of a module, by one trainer or by two."""
+    """Return what makes two fits of a module, by one trainer or by two, the second of which may lack the callback."""
 
     def runs(folder: Path) -> list[Run]:
         module, made = net(), callback()
@@ -255,7 +256,7 @@ def twice(
         first = Run(module=module, data=given, callbacks=[made], trainer=settings)
         if same:
             return [first, Run(module=module, data=given, trainer=None)]
-        return [first, Run(module=module, data=given, callbacks=[callback()])]
+        return [first, Run(module=module, data=given, callbacks=[] if bare else [callback()])]
 
     return runs
 
@@ -282,6 +283,39 @@ class OptimizerState(pl.Callback):
             state["step"] += 1
 
 
+class Thawing(pl.Callback):
+    """Has the module begin frozen in a first fit, and thaws it there."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        if trainer.current_epoch == 1 and not module.head.bias.requires_grad:
+            module.head.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": module.head.parameters()})
+
+
+class Thawed(Net):
+    """Begins with a frozen head, and gives the optimizer what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.05, momentum=0.9)
+
+
+class Searched(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def finder() -> pl.Callback:
+    return LearningRateFinder(1e-4, 0.1, num_training_steps=20)
+
+
 SCRIPTS = {
     "plain": Script(runs=hooked()),
     "half_rates": Script(runs=hooked(HalfRates)),
@@ -305,6 +339,8 @@ SCRIPTS = {
     "sharded_twice": Script(runs=twice(ScaledWeights, Net, same=True, strategy=sharded), kill=(2, 21, 0)),
     "second_fit": Script(runs=twice(HalfRates, Net, same=False), kill=(2, 7, 1)),
     "second_fit_same": Script(runs=twice(ScaledWeights, Net, same=True), kill=(2, 21, 1)),
+    "second_fit_thawed": Script(runs=twice(Thawing, Thawed, same=False), kill=(2, 3, 1)),
+    "second_fit_searched": Script(runs=twice(finder, Searched, same=False, bare=True), kill=(2, 3, 0)),
     "second_fit_backbone": Script(runs=twice(backbone, Finetuned, same=True), kill=(1, 14, 1)),
 }
 

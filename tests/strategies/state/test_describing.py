@@ -89,7 +89,7 @@ def test_another_seed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_frozen_parameters_are_named() -> None:
     frozen = Model()
     frozen.layer.bias.requires_grad = False
-    assert differing(model_of(Trainer(Model())), model_of(Trainer(frozen))) == ["parameters"]
+    assert differing(model_of(Trainer(Model())), model_of(Trainer(frozen))) == ["requires_grad"]
 
 
 def test_data_of_another_length_or_order_are_named() -> None:
