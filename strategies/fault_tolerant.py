@@ -476,7 +476,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         """Report an error that ends the run."""
         self._broken_off, self._error = True, error
         if self._session is not None:
-            report_exception(self._session.control, error, self.engine.step)
+            report_exception(self._session.control, error, self.engine)
             self._session.begin_error_hooks()
 
     @override

@@ -16,6 +16,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.agreement import ParametersDiffer
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.commit import CommittedStep
+from unicron_lightning.worker.control.activity import BETWEEN
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
 
@@ -80,8 +81,9 @@ class StepReports:
             )
 
 
-def report_exception(control: Control | None, error: BaseException, step: int) -> None:
+def report_exception(control: Control | None, error: BaseException, engine: Engine) -> None:
     """Report an exception that Lightning is about to raise out of the trainer; orders to end are no errors."""
+    step, activity = engine.step, engine.activity
     if isinstance(error, SIGTERMException):
         # Lightning raises it without a status; a worker that ends with 0 would have finished the task.
         error.code = 128 + signal.SIGTERM
@@ -97,7 +99,9 @@ def report_exception(control: Control | None, error: BaseException, step: int) -
         control.report("parameters_differ", str(error), phase="commit", step=step, details={})
     elif control is not None and isinstance(error, Exception):
         told = describe(error)
-        control.report(told.kind, told.cause, phase=told.phase, step=step, details=told.details, ends=True)
+        first = told.phase in BETWEEN and told.phase not in activity.passed
+        details = {**told.details, "first": True} if first else told.details
+        control.report(told.kind, told.cause, phase=told.phase, step=step, details=details, ends=True)
 
 
 def balance_of(engine: Engine, micro_batches: Callable[[], int]) -> Balance:

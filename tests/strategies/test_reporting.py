@@ -45,7 +45,7 @@ class Control:
 
     def report(self, kind: str, cause: str, *, step: int, ends: bool = False, **about: Any) -> None:
         self.kinds.append((kind, step))
-        self.ends = ends
+        self.ends, self.first = ends, "first" in about["details"]
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, [("nan_loss", 2), ("nan_loss", 5)]), (1, [])])
@@ -59,10 +59,29 @@ def test_a_loss_that_is_no_number_is_told_once_by_one_rank(rank: int, told: list
     assert control.kinds == told
 
 
+def test_an_error_in_the_first_checkpoint_of_a_process_is_told_as_such():
+    control, activity = Control(), Activity()
+    engine: Any = SimpleNamespace(step=7, activity=activity)
+    scope: dict[str, Any] = {}
+    exec(compile("def save():\n    raise KeyError('x')", "trainer/connectors/checkpoint_connector.py", "exec"), scope)
+
+    def failing() -> bool:
+        with pytest.raises(KeyError) as raised, activity.during("checkpoint"):
+            scope["save"]()
+        report_exception(control, raised.value, engine)  # type: ignore[arg-type]
+        return control.first
+
+    assert failing() and failing()
+    with activity.during("checkpoint"):
+        pass
+    assert not failing()
+
+
 @pytest.mark.parametrize(("stops", "kind"), [(True, "parameters_differ"), (False, "other_software_error")])
 def test_parameters_that_differ_end_the_task_only_with_stop(stops: bool, kind: str):
     control: Any = Control()
-    report_exception(control, ParametersDiffer("they differ", stops=stops), 7)
+    engine: Any = SimpleNamespace(step=7, activity=Activity())
+    report_exception(control, ParametersDiffer("they differ", stops=stops), engine)
     assert control.kinds == [(kind, 7)]
     assert control.ends is not stops, "a worker that is to be replaced is reported as ending"
 

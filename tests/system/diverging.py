@@ -37,6 +37,8 @@ class Line(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if CASE["call"] == "fail" and self.trainer.global_rank == 1 and not self.trainer.sanity_checking:
+            raise RuntimeError("no batch to concatenate")
         self.log("loss", self.layer(batch[0]).square().mean())
 
     test_step = validation_step
@@ -77,7 +79,7 @@ def main() -> None:
         accelerator="cpu",
         devices=1,
         num_nodes=2,
-        max_steps=LAST,
+        max_steps=CASE.get("last", LAST),
         max_epochs=-1,
         logger=False,
         enable_checkpointing=False,

@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).with_name("diverging.py")
 
 
-def run(folder: Path, **case: Any) -> tuple[set[int], Cluster]:
+def run(folder: Path, nodes: str = "2:2", **case: Any) -> tuple[set[int], Cluster]:
     (folder / "case.json").write_text(json.dumps({"strategy": "unicron", "place": "batch", "ranks": [0], **case}))
-    with Cluster(folder, agents=2, nodes="2:2", script=SCRIPT) as cluster:
+    with Cluster(folder, agents=2, nodes=nodes, script=SCRIPT) as cluster:
         return set(cluster.wait_exit(200).values()), cluster
 
 
@@ -31,6 +31,14 @@ def test_one_rank_alone_in_a_collective_ends_the_task(tmp_path: Path, call: str,
 def test_one_rank_alone_tests_after_the_others_have_finished(tmp_path: Path) -> None:
     statuses, _cluster = run(tmp_path, call="test", place="after")
     assert statuses == {0} and len(list(tmp_path.glob("ended-*.json"))) == 2
+
+
+def test_an_error_of_one_rank_in_each_validation_ends_the_task_at_the_second(tmp_path: Path) -> None:
+    statuses, cluster = run(tmp_path, nodes="1:2", call="fail", place="", last=20_000)
+    assert statuses == {1}
+    [stopped] = cluster.events("task_stopped")
+    assert "RuntimeError: no batch to concatenate (raised again" in stopped["reason"]
+    assert len(cluster.events("error_reported")) == 2
 
 
 def test_an_error_of_one_rank_after_the_training_fails_the_task(tmp_path: Path) -> None:

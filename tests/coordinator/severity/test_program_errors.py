@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from coordinator.driver import World, running
+from coordinator.driver import FakeAgent, World, running
 from coordinator.severity.story import NODES, Story
 from coordinator.severity.test_apply import come_back, progress, settle_all
 from coordinator.severity.test_reports import events, exits, report
@@ -111,6 +111,37 @@ def test_a_wrong_setting_before_the_hello_ends_the_task_everywhere():
     assert stopped["reason"].splitlines() == ["a value is wrong: it broke", *(f"  at {frame}" for frame in FRAMES)]
     for agent in (a, b):
         assert [over.succeeded for over in agent.all(wire.TaskOver)] == [False]
+
+
+def fails_in_validation(world: World, agent: FakeAgent, step: int, *, first: bool, **details: Any) -> None:
+    details = {"type": "RuntimeError", "frames": FRAMES, **({"first": True} if first else {}), **details}
+    report(agent, "other_software_error", details=details, step=step, phase="validation")
+    exits(agent)
+
+
+@pytest.mark.parametrize(
+    ("second", "stops"),
+    [({"first": True}, True), ({"first": False}, False), ({"first": True, "type": "KeyError"}, False)],
+)
+def test_a_worker_that_fails_in_its_first_validation_as_its_predecessor_did_ends_the_task(
+    second: dict[str, Any], stops: bool
+) -> None:
+    world = World()
+    a, b = running(world, 2, nodes=(1, 4))
+    settle_all(world, a, b)
+    progress(a, 7)
+    fails_in_validation(world, b, 7, first=False)  # a founder has validated before
+    settle_all(world, a)
+    come_back(b)
+    settle_all(world, a, b)
+    progress(a, 14)  # the others train on
+    fails_in_validation(world, b, 14, **second)
+    settle_all(world, a)
+    stopped = events(world, "task_stopped")
+    assert [event["rule"] for event in stopped] == (["the program fails"] if stops else [])
+    if stops:
+        assert "it broke (raised again, RuntimeError in linear.py:125 forward" in stopped[0]["reason"]
+        assert FRAMES[1] in stopped[0]["reason"]
 
 
 def test_a_member_that_raises_the_same_twice_ends_the_task_with_the_traceback():

@@ -161,6 +161,7 @@ def review(task: Task, turn: Turn) -> bool:
             _settled(task, turn)  # and another change followed at once
         record.epoch, record.settled, renewed = task.number, False, True
         record.rounds = {agent: number for agent, number in record.rounds.items() if agent in task.agents}
+        record.places = {agent: place for agent, place in record.places.items() if agent in task.agents}
     if task.settled and not record.settled:
         record.settled = renewed = True
         _settled(task, turn)
@@ -211,6 +212,8 @@ def failure_of(task: Task, turn: Turn, agent: Agent, told: UnattributedError, wo
         step=task.severity.step,
         at=turn.now,
         fault=told.fault,
+        place=told.place,
+        first=told.first,
         frames=told.frames,
         output=told.output,
     )

@@ -28,6 +28,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """time.time() of the coordinator."""
     fault: str = ""
     """Identifies an exception of the program, see `reports.fault_of`; "" for all other failures."""
+    place: str = ""
+    """``fault`` without the step."""
+    first: bool = False
+    """Whether it was raised in the first validation, or checkpoint, of its process."""
     frames: tuple[str, ...] = ()
     """The last frames of an exception, the innermost last."""
     output: tuple[str, ...] = ()
@@ -40,6 +44,8 @@ class UnattributedError(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     cause: str
     fault: str = ""
+    place: str = ""
+    first: bool = False
     frames: tuple[str, ...] = ()
     output: tuple[str, ...] = ()
 
@@ -107,6 +113,9 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
     faults: dict[str, int] = {}
     """By fault of the program: lives, or rounds of one agent before training, that ended by it since progress."""
 
+    places: dict[str, str] = {}
+    """`Failure.place` of the last failure of each agent's workers."""
+
     reattempts: list[float] = []
     """Times of SEV3 reactions in place since a step was finished."""
     named: dict[str, int] = {}
@@ -150,6 +159,7 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
         self.exits.clear()
         self.raised.clear()
         self.faults.clear()
+        self.places.clear()
         for failure in self.failed:
             self.series.pop(failure.node, None)
         self.failed.clear()

@@ -100,7 +100,9 @@ def _told(message: wire.ErrorReport) -> UnattributedError:
     """Describe an error that ends a worker for the workflow."""
     kind = known(message.kind)
     frames = frames_of(message)[-_SHOWN:]
-    return UnattributedError(kind=kind, cause=message.cause, fault=fault_of(message, kind), frames=frames)
+    place, first = place_of(message, kind), message.details.get("first") is True
+    fault = fault_of(message, kind)
+    return UnattributedError(kind=kind, cause=message.cause, fault=fault, place=place, first=first, frames=frames)
 
 
 def _goes_on(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:
@@ -187,7 +189,13 @@ def frames_of(message: wire.ErrorReport) -> tuple[str, ...]:
 
 
 def fault_of(message: wire.ErrorReport, kind: str) -> str:
-    """Identify an exception of the program: its type, the place that raised it, and the step.
+    """Identify an exception of the program: `place_of`, and the step."""
+    place = place_of(message, kind)
+    return f"{place}, after step {message.step}" if place else ""
+
+
+def place_of(message: wire.ErrorReport, kind: str) -> str:
+    """Identify an exception of the program by its type and the place that raised it.
 
     Machines and networks fail by other kinds, and may work when tried again.
 
@@ -203,7 +211,7 @@ def fault_of(message: wire.ErrorReport, kind: str) -> str:
         return ""
     own = [frame for frame in frames if not any(part in frame for part in _ELSEWHERE)]
     places = dict.fromkeys([frames[-1], *own[-1:]])
-    return f"{_type(message.details)} in {', called by '.join(map(_short, places))}, after step {message.step}"
+    return f"{_type(message.details)} in {', called by '.join(map(_short, places))}"
 
 
 def _type(details: dict[str, Any]) -> str:

@@ -226,12 +226,26 @@ def _judge(record: SeverityRecord, step: int, limits: Limits, view: FailureConte
         _remember(record, failure)
         if failure.fault and failure.fault not in record.raised:
             record.raised.append(failure.fault)
+        _compare(record, failure)
     failed = any(failure.kind != "lost_connection" for failure in failures)
     if failed and record.step in (record.mark, record.base) and _is_another(record.attempted_at, now):
         record.attempts, record.attempted_at = record.attempts + 1, now
     new = [failure for failure in failures if failure.worker is not None]
     decided = [decision for failure in new for decision in _decide(record, failure, limits, view, now)]
     return [*decided, *_give_up(record, limits, view, now)]
+
+
+def _compare(record: SeverityRecord, failure: Failure) -> None:
+    """Compare a member's failure with the last one of its agent.
+
+    A worker that raises in its first validation as its predecessor did will be replaced again and again, however many
+    steps the others finish meanwhile.
+    """
+    if failure.worker is None or failure.kind == "lost_connection":
+        return
+    if failure.place and failure.first and record.places.get(failure.agent) == failure.place:
+        record.faults[f"{failure.place} (agent {failure.agent})"] = 2
+    record.places[failure.agent] = failure.place
 
 
 def _is_another(before: float | None, now: float) -> bool:
@@ -311,7 +325,7 @@ def _hopeless(record: SeverityRecord, rule: Rule, facts: dict[str, object]) -> D
     """Stop a task whose program raises the same exception at each try."""
     fault = record.repeated
     assert fault is not None
-    own = [failure for failure in record.failed if failure.fault and failure.fault in fault]
+    own = [each for each in record.failed if any(name and name in fault for name in (each.fault, each.place))]
     last = (own or record.failed)[-1]
     facts = {**facts, "fault": fault, "times": record.faults[fault]}
     return _stopped(rule, f"{last.cause} (raised again, {fault})", last, facts)

@@ -112,6 +112,8 @@ class Activity:
         """Finished steps that have not been read; the reader removes them."""
         self.began = self.now.since
         """Start of the step in progress, i.e. the time of the last commit."""
+        self.passed: set[Phase] = set()
+        """Phases between steps that this process has passed."""
         self.evaluated: deque[float] = deque(maxlen=_EVALUATED)
         """Seconds of the last batches of validations, without those in which this rank waited."""
         self._times: dict[str, float] = {}
@@ -124,6 +126,8 @@ class Activity:
         """Begin a phase, or a new part of the present one."""
         now, before = self.clock(), self.now
         core = self._note(before, now)
+        if before.phase in BETWEEN and phase != before.phase:
+            self.passed.add(before.phase)
         if before.phase == "validation" and before.micro_batch >= 0 and self.waits_since < before.since:
             self.evaluated.append(now - before.since)
         self.now = Moment(phase, now, core, before.steady and phase not in UNSETTLING, False, micro_batch, self._waited)
@@ -131,12 +135,15 @@ class Activity:
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """Run in a phase, then return to the phase before."""
-        before = self.now.phase
+        before, passed = self.now.phase, frozenset(self.passed)
         self.enter(phase)
         try:
             yield
-        finally:
+        except BaseException:
             self.enter(before)
+            self.passed = set(passed)
+            raise
+        self.enter(before)
 
     def waits(self, waiting: bool) -> None:
         """Record the start or the end of a wait for other ranks."""
