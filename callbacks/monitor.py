@@ -12,6 +12,7 @@ from typing_extensions import override
 from unicron_lightning.callbacks.display import TaskView, picture
 from unicron_lightning.callbacks.history import History
 from unicron_lightning.callbacks.strategy import engine_of
+from unicron_lightning.cli.output import visible
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.engine import Engine
 
@@ -181,9 +182,9 @@ class UnicronMonitor(pl.Callback):
     def _say(self, trainer: pl.Trainer, line: str) -> None:
         bar = trainer.progress_bar_callback
         if bar is not None and not getattr(bar, "is_disabled", False):
-            bar.print(line)
+            bar.print(visible(line))
         else:
-            print(line, file=sys.stderr, flush=True)
+            print(visible(line), file=sys.stderr, flush=True)
 
     # ---- the live picture
 

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import convert_inf
 
 from unicron_lightning import wire
+from unicron_lightning.cli.output import visible
 from unicron_lightning.coordinator.incidents.facts import AgentLoss, WorkerDeath, read_fact
 from unicron_lightning.worker.engine import World
 
@@ -76,9 +77,9 @@ def say(trainer: pl.Trainer, line: str) -> None:
     """Print a line without damage to the progress bar."""
     bar = trainer.progress_bar_callback
     if bar is not None and trainer.is_global_zero and not getattr(bar, "is_disabled", False):
-        bar.print(line)
+        bar.print(visible(line))
     else:
-        logger.info(line)
+        logger.info("%s", visible(line))
 
 
 def take_over_bar(trainer: pl.Trainer) -> None:

@@ -25,3 +25,13 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "no regular file", os.fspath(path))
     return descriptor
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    with open(path, "rb", opener=open_regular) as file:
+        return file.read()

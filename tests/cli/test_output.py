@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ from unicron_lightning.cli import main
 from unicron_lightning.cli.incidents import PHASES, _print_table
 from unicron_lightning.cli.inspection import _task_table
 from unicron_lightning.cli.jobs import print_jobs
-from unicron_lightning.cli.output import all_visible, console, visible
+from unicron_lightning.cli.output import all_visible, console, log_visible, visible
 from unicron_lightning.cli.top import Speeds, picture
 
 EVIL = "[red]\x1b]0;owned\x07\u202e\n:smile:[/nothing]\x9b31m"
@@ -218,3 +219,19 @@ def test_an_order_prints_the_answer_as_json(words: list[str], endpoint: str, cap
         main([*words, "--json", "--endpoint", endpoint])
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out)["drained"] == [EVIL]
+
+
+def test_a_log_keeps_its_colours_and_nothing_that_a_terminal_obeys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = "loss \x1b[1;31m0.5\x1b[0m\t 50 %\r60 %\n\u00e9"
+    assert log_visible(kept) == kept
+    assert log_visible(EVIL) == SHOWN.replace("\\n", "\n")
+    assert log_visible("\x1b]52;c;cm0gLXJm\x07\x1b[6n\x1b[2J") == r"\x1b]52;c;cm0gLXJm\x07\x1b[6n\x1b[2J"
+    folder = tmp_path / "t" / "n" / "0"
+    folder.mkdir(parents=True)
+    (folder / "rank0.log").write_text(kept + EVIL)
+    os.mkfifo(folder / "rank1.log")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["logs", "t", "--logs", str(tmp_path)])
+    assert capsys.readouterr().out == kept + SHOWN.replace("\\n", "\n")

@@ -145,6 +145,12 @@ def test_a_result_that_is_none_of_ours_is_none(tmp_path: Path, text: str) -> Non
     assert result.read(tmp_path) is None
 
 
+def test_a_pipe_in_place_of_a_result_is_none(tmp_path: Path) -> None:
+    (tmp_path / ".unicron").mkdir()
+    os.mkfifo(tmp_path / ".unicron" / "rank0.json")
+    assert result.read(tmp_path) is None
+
+
 def test_what_hydra_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def told_of(end: Ended) -> JobReturn:
         job = JobReturn(working_dir=str(tmp_path))

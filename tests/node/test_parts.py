@@ -131,7 +131,12 @@ def test_a_log_is_read_over_its_turning(tmp_path: Path) -> None:
     path.write_text("new")
     assert tail.read() == "new"
     assert tail.read() == ""
+    path.unlink()
+    os.mkfifo(path)
+    assert tail.read() == "", "a pipe in its place is not opened"
     tail.close()
+    with pytest.raises(OSError, match="no regular file"):
+        Tail(path)
 
 
 def test_speeds_are_of_the_last_half_minute() -> None:
@@ -311,6 +316,18 @@ def test_a_virtual_environment_and_secrets_are_those_of_the_node(
     for source in ("env:NO", *(f"file:{tmp_path}/{name}" for name in ("no", "pipe", "large", "venv"))):
         with pytest.raises(ValueError, match=f"secrets.A={source}: expected"):
             torchrun_environment(launch(secrets={"A": source}), made, tmp_path, inherited)
+
+
+def test_no_secret_of_a_job_is_the_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("UNICRON_TOKEN", "a-long-token")
+    made = NodeOptions(**{**vars(options()), "slots": (Slot(label="0"),)})
+    (tmp_path / "token").write_text("a-long-token\n")
+    (tmp_path / "settings").write_text("export UNICRON_TOKEN=a-long-token\n")
+    inherited = {"COPY": "a-long-token"}
+    for source in (f"file:{tmp_path}/token", f"file:{tmp_path}/settings", "env:COPY"):
+        with pytest.raises(ValueError, match=f"secrets.A={source}: it holds the token, which no job gets") as refused:
+            torchrun_environment(launch(secrets={"A": source}), made, tmp_path, inherited)
+        assert "a-long-token" not in str(refused.value)
 
 
 def test_activation_commands_run_before_torchrun_in_its_process(tmp_path: Path) -> None:

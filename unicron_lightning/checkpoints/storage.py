@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from unicron_lightning.checkpoints.index import REST
+from unicron_lightning.regular_files import read_regular
 from unicron_lightning.worker.checkpoint_files import HashingFile
 from unicron_lightning.worker.checkpoint_folders import INDEX, referenced
 
@@ -110,7 +111,7 @@ class FolderStorage:
         path.rename(self._folder / name)
 
     def read(self, name: str) -> bytes:
-        return (self._folder / name).read_bytes()
+        return read_regular(self._folder / name)
 
     def remove(self, name: str) -> None:
         (self._folder / name).unlink(missing_ok=True)
@@ -134,7 +135,7 @@ class FolderStorage:
         return _files(self._target)
 
     def read_published(self, name: str) -> bytes:
-        return (self._target / name).read_bytes()
+        return read_regular(self._target / name)
 
     def abandon(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from unicron_lightning.cli.client import access_of, connecting, fetch
-from unicron_lightning.cli.output import visible
+from unicron_lightning.cli.output import log_visible, visible
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable, UnicronError
+from unicron_lightning.regular_files import open_regular
 
 _POLL_SECONDS: Final = 0.2
 _TAIL_BYTES: Final = 64 << 10
@@ -89,6 +90,8 @@ def _logs(options: argparse.Namespace) -> int:
         last = None
         while True:
             for path in sorted(folder.glob(pattern)):
+                if path not in tails and not path.is_file():  # a pipe would block
+                    continue
                 if path not in tails:
                     tails[path] = Tail(path)
                 text = tails[path].read()
@@ -96,7 +99,7 @@ def _logs(options: argparse.Namespace) -> int:
                     print(f"==> {visible(str(path.relative_to(folder)))} <==")
                 if text:
                     last = path
-                    print(text, end="", flush=True)
+                    print(log_visible(text), end="", flush=True)
             if not options.follow:
                 return 0
             time.sleep(_POLL_SECONDS)
@@ -133,7 +136,7 @@ class Tail:
 
     def __init__(self, path: Path, size: int = _TAIL_BYTES) -> None:
         self._path = path
-        self._file: BinaryIO = path.open("rb")
+        self._file: BinaryIO = open(path, "rb", opener=open_regular)  # noqa: SIM115 - closed by `close`
         if path.stat().st_size > size:
             self._file.seek(-size - 1, os.SEEK_END)
             self._file.readline()
@@ -143,10 +146,11 @@ class Tail:
         data = self._file.read()
         try:
             if self._path.stat().st_ino != os.fstat(self._file.fileno()).st_ino:
+                following = open(self._path, "rb", opener=open_regular)  # noqa: SIM115
                 self._file.close()
-                self._file = self._path.open("rb")
+                self._file = following
                 data += self._file.read()
-        except FileNotFoundError:
+        except OSError:  # it is gone, or no regular file has taken its place
             pass
         return data.decode(errors="replace")
 

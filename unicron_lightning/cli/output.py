@@ -6,11 +6,15 @@ of writing, are shown as escapes such as ``\x1b``. Text is never interpreted as 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+
+_ODD: Final = re.compile(r"(\x1b\[[0-9;]*m)|[^\n\r\t -~]")
 
 
 def visible(text: str, *, lines: bool = False) -> str:
@@ -18,6 +22,14 @@ def visible(text: str, *, lines: bool = False) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() or (lines and each == "\n") else _escaped(each) for each in text)
+
+
+def log_visible(text: str) -> str:
+    """Return a piece of a program's output with the colours, tabs and carriage returns that it may have.
+
+    Other escape sequences could write to the clipboard, or have the terminal type an answer.
+    """
+    return _ODD.sub(lambda found: found[0] if found[0].isprintable() or found[1] else _escaped(found[0]), text)
 
 
 def all_visible(value: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unicron_lightning.checkpoints.index import REST, is_folder, read_checkpoint
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.regular_files import open_regular
 
 SAFETENSORS: Final = ".safetensors"
 OWN: Final = ("unicron_logged", "unicron_state")
@@ -82,7 +83,8 @@ def _folder(path: str | Path, *, model_only: bool) -> dict[str, Any]:
 
 def _file(path: str | Path) -> dict[str, Any]:
     def read(path: str | Path) -> dict[str, Any]:
-        with fsspec.open(str(path), "rb") as file:
+        url = "://" in str(path)
+        with fsspec.open(str(path), "rb") if url else open(path, "rb", opener=open_regular) as file:
             content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         return content
 

@@ -17,6 +17,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from unicron_lightning.regular_files import read_regular
+
 _FOLDER: Final = ".unicron"
 
 
@@ -82,7 +84,7 @@ def read(folder: Path) -> ScriptResult | None:
     if not paths:
         return None
     try:
-        return ScriptResult(**json.loads(paths[0].read_text(encoding="utf-8")))
+        return ScriptResult(**json.loads(read_regular(paths[0])))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shlex
-import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from unicron_lightning import environ
 from unicron_lightning.jobs import FROM_FILE, FROM_VARIABLE, Job
 from unicron_lightning.node.launch import DAEMON_PID, PIPES
 from unicron_lightning.node.options import NodeOptions, log_folder
+from unicron_lightning.regular_files import open_regular
 from unicron_lightning.wire.daemon import Launch
 
 _CONNECT_SECONDS: Final = 900
@@ -100,7 +99,10 @@ def torchrun_environment(
         environment["VIRTUAL_ENV"] = str(home)
         environment["PATH"] = os.pathsep.join([str(home / "bin"), *filter(None, [environment.get("PATH")])])
     environment.update(job.environment)
-    environment.update({name: _secret(name, source, inherited) for name, source in job.secrets.items()})
+    for name, source in job.secrets.items():
+        environment[name] = _secret(name, source, inherited)
+        if options.token.secret in environment[name]:
+            raise ValueError(f"secrets.{name}={source}: it holds the token, which no job gets; expected another secret")
     devices = next(slot.devices for slot in options.slots if slot.label == launch.slot)
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
@@ -125,10 +127,6 @@ def _interpreter(job: Job) -> str:
     return str(path)
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
 def _secret(name: str, source: str, inherited: Mapping[str, str]) -> str:
     if source.startswith(FROM_VARIABLE):
         value = inherited.get(source.removeprefix(FROM_VARIABLE))
@@ -136,10 +134,8 @@ def _secret(name: str, source: str, inherited: Mapping[str, str]) -> str:
             raise ValueError(f"secrets.{name}={source}: expected this variable in the daemon's environment")
         return value
     try:
-        with open(source.removeprefix(FROM_FILE), "rb", opener=_without_waiting) as file:
-            content = file.read(_MOST_SECRET_BYTES + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
-        if content is None:
-            raise OSError(errno.EINVAL, "it is no regular file")
+        with open(source.removeprefix(FROM_FILE), "rb", opener=open_regular) as file:
+            content = file.read(_MOST_SECRET_BYTES + 1)
         value = content.decode().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"

@@ -14,6 +14,8 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any, Final, cast
 
+from unicron_lightning.regular_files import open_regular
+
 _LARGE: Final = 1 << 20
 """Bytes from which a thread of its own computes the digest, while the file is written."""
 _CHUNK: Final = 1 << 22
@@ -149,10 +151,7 @@ def folder_digests(folder: str | Path, files: list[str]) -> dict[str, str]:
     """
     digests = {}
     for name in files:
-        path = Path(folder) / name
-        if not path.is_file():
-            raise OSError(f"{name} is no regular file")
-        with path.open("rb") as file:
+        with open(Path(folder) / name, "rb", opener=open_regular) as file:
             digests[name] = _digest(file)
     return digests
 

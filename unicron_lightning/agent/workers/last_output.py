@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Final
 
 from unicron_lightning import environ
+from unicron_lightning.regular_files import open_regular
 
 _OWN: Final = Path("/proc/self/fd/2")
 _MOST_BYTES: Final = 16_384
@@ -69,13 +69,9 @@ def _size(path: Path) -> int:
 
 def _read(path: Path, begin: int) -> bytes:
     """Read the end of a regular file that has grown since; a file that was rotated meanwhile is read from its start."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            about = os.fstat(descriptor)
-            if not stat.S_ISREG(about.st_mode):
-                return b""
-            begin = begin if begin <= about.st_size else 0
-            file.seek(max(begin, about.st_size - _MOST_BYTES))
-            return file.read(_MOST_BYTES)
+    with contextlib.suppress(OSError), open(path, "rb", opener=open_regular) as file:
+        about = os.fstat(file.fileno())
+        begin = begin if begin <= about.st_size else 0
+        file.seek(max(begin, about.st_size - _MOST_BYTES))
+        return file.read(_MOST_BYTES)
     return b""
