@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from unicron_lightning import wire
 from unicron_lightning.strategies.collectives.operations import RECORD_BYTES
 from unicron_lightning.strategies.console import take_over_bar
 from unicron_lightning.strategies.metrics.loggers import take_over
@@ -111,7 +110,8 @@ class Membership:
             if session.engine.world.rank == 0 and not session.joins:
                 results = join_state.fit_results(trainer)
                 if results is not None and len(results) <= RECORD_BYTES:
-                    session.control.send(wire.Record(key=key, value=base64.b64encode(results).decode(), lasting=True))
+                    value = base64.b64encode(results).decode()
+                    session.control.record(key, value, session.engine.world.epoch, lasting=True)
             return
         trainer.limit_train_batches, self._skipped = self._skipped, None
         callbacks.allow_search(trainer)

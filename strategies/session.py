@@ -156,7 +156,7 @@ class Session(OfProcess):
     def record_fit(self) -> None:
         """Record, as the first rank, the number of the task's present ``fit`` for workers that join later."""
         if self.control is not None and self.fits > 1 and self.engine.world.rank == 0 and not self.joins:
-            self.control.send(wire.Record(key=_FIT, value=str(self.fits)))
+            self.control.record(_FIT, str(self.fits), self.engine.world.epoch)
 
     def is_past(self) -> bool:
         """Whether the task is in a later ``fit`` than this joiner's script."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from unicron_lightning import wire
 from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.worker import codec
@@ -105,7 +104,7 @@ class Collectives(OfProcess):
         if len(result) > RECORD_BYTES:
             logger.warning("start_result_not_recorded name=%s bytes=%d", name, len(result))
         elif control is not None and self._session.engine.world.rank == 0:
-            control.send(wire.Record(key=key, value=base64.b64encode(result).decode()))
+            control.record(key, base64.b64encode(result).decode(), self._session.engine.world.epoch)
         return unpack_parts(result)
 
     def _check_place(self, name: str) -> None:

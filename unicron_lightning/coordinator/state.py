@@ -237,6 +237,10 @@ class Task(msgspec.Struct, kw_only=True):
     records: dict[str, str] = {}
     lasting: dict[str, str] = {}
     """The records that are kept for later lives."""
+    recorded: dict[str, int] = {}
+    """Epoch of each record."""
+    records_after: int = 0
+    """Newest epoch of the lives before: later ones have the records of this life."""
     checkpoints: list[wire.Checkpoint] = []
     """Reported checkpoints, newest first."""
     memory: MemoryRecord = msgspec.field(default_factory=MemoryRecord)

@@ -232,7 +232,7 @@ class ReplicaFabric(Generic[_Shape]):
         idle = [rank for rank in same if place.layout.place(rank) is None]
         if place.rank in idle[len(idle) - max(0, len(same) - self.shape.replicas) :]:
             logger.warning("surplus_shard shard=%d epoch=%d", self.shard, place.epoch)
-            self._control.send(wire.Record(key=_record_of(self._worker), value=""))
+            self._control.record(_record_of(self._worker), "", place.epoch)
             logging.shutdown()
             os._exit(EXIT_EXPELLED)
 
@@ -319,7 +319,7 @@ class ReplicaFabric(Generic[_Shape]):
         """
         if self._control is None:
             return
-        self._control.send(wire.Record(key=_record_of(self._worker), value=str(place.layout.shards[place.rank])))
+        self._control.record(_record_of(self._worker), str(place.layout.shards[place.rank]), place.epoch)
         if place.rank == 0 and self._store is not None:
             lacking = {
                 "epoch": place.epoch,
@@ -328,7 +328,7 @@ class ReplicaFabric(Generic[_Shape]):
                 "host": self._store.host,
                 "port": self._store.port,
             }
-            self._control.send(wire.Record(key=LACKING, value=json.dumps(lacking)))
+            self._control.record(LACKING, json.dumps(lacking), place.epoch)
         if place.rank == 0:
             at_once = None if self._copies is None else max(1, self._copies)
             told = wire.Replicas(

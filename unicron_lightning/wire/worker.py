@@ -102,12 +102,17 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
 
 
 class Record(Message, frozen=True, kw_only=True, tag="record"):
-    """Keep ``value`` (JSON text) under ``key`` for the task's present life, for workers that join later."""
+    """Keep ``value`` (JSON text) under ``key`` for the task's present life, for workers that join later.
+
+    An agent repeats records after a broken connection, so that one of an earlier epoch may follow one of a later.
+    """
 
     key: Key
     value: str
     lasting: bool = False
     """Keep it for later lives, too."""
+    epoch: Count = 0
+    """Epoch of the worker's world; 0 if unknown."""
 
 
 class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):

@@ -113,6 +113,29 @@ def test_finished_members_do_not_change_the_epoch_and_the_last_one_ends_the_task
     assert world.event("task_over").fields["succeeded"] is True
 
 
+def test_a_record_that_an_agent_repeats_does_not_replace_one_of_a_later_epoch_or_life():
+    a, b = running(world := World(), 2)
+    old = wire.Record(key="k", value="of epoch 1", epoch=1)
+    a.say(old)
+    a.die()
+    b.ready(world.task().number, step=3)
+    a.rendezvous().boot()
+    settle(world)
+    for value in ("first", "second"):
+        b.say(wire.Record(key="k", value=value, epoch=world.task().number))
+    a.say(old)  # its connection broke, and is there again
+    assert world.task().records == {"k": "second"}
+    for agent in (a, b):
+        agent.die()
+    for agent in (a, b):
+        agent.rendezvous().boot()
+    assert world.task().life == 2
+    a.say(old)
+    assert world.task().records == {}
+    a.say(wire.Record(key="k", value="new", epoch=world.task().number))
+    assert world.task().records == {"k": "new"}
+
+
 @pytest.mark.parametrize("first", ["failure", "success"])
 @pytest.mark.parametrize(
     ("reported", "how"), [(True, {}), (False, {"cause": "exit", "code": 1}), (False, {"code": 11})]

@@ -481,7 +481,8 @@ def _new_life(task: Task, turn: Turn) -> None:
     task.restarts += 1
     task.epoch = task.go = task.earlier = None
     task.established, task.broken = [], {}
-    task.replicas, task.replicas_of, task.layouts.spread, task.records = [], 0, None, {}
+    task.replicas, task.replicas_of, task.layouts.spread = [], 0, None
+    task.records, task.recorded, task.records_after = {}, {}, task.number
     task.comm_error_epoch = task.committed = 0
     saved = task.checkpoint
     path, step = (saved.path, saved.step) if saved else (None, None)

@@ -120,8 +120,10 @@ def receive(task: Task, turn: Turn, agent: Agent, message: Handled) -> None:
 
 def record(task: Task, turn: Turn, agent: Agent, message: wire.Record) -> None:
     """Keep a value for workers that join later."""
-    if task.workers_of(agent.id):  # otherwise it comes from a worker of an earlier life
+    old = message.epoch and message.epoch < task.recorded.get(message.key, task.records_after + 1)
+    if task.workers_of(agent.id) and not old:  # otherwise it comes from a worker of an earlier epoch or life
         (task.lasting if message.lasting else task.records)[message.key] = message.value
+        task.recorded[message.key] = message.epoch
         turn.save(task)
 
 

@@ -257,6 +257,10 @@ class Control:
             samples_per_step=num_samples,
         )
 
+    def record(self, key: str, value: str, epoch: int, *, lasting: bool = False) -> None:
+        """Record a value of the worker's epoch for workers that join later, and if it is lasting for later lives."""
+        self.send(wire.Record(key=key, value=value, epoch=epoch, lasting=lasting))
+
     def send(self, message: wire.Message) -> None:
         """Send a message; if the agent is gone the process is about to end and nothing is raised."""
         data = wire.encode(message) + b"\n"
