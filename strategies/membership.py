@@ -110,8 +110,8 @@ class Membership:
             if session.engine.world.rank == 0 and not session.joins:
                 results = join_state.fit_results(trainer)
                 if results is not None and len(results) <= RECORD_BYTES:
-                    value = base64.b64encode(results).decode()
-                    session.control.record(key, value, session.engine.world.epoch, lasting=True)
+                    text = base64.b64encode(results).decode()
+                    session.control.record(key, text, session.engine.world.epoch, lasting=True)
             return
         trainer.limit_train_batches, self._skipped = self._skipped, None
         callbacks.allow_search(trainer)

@@ -308,7 +308,7 @@ class Counted(pl.Callback):
 
 
 def trainer_of(script: Script, folder: Path, strikes: Strikes | None) -> pl.Trainer:
-    alone = strikes is None
+    own: list[pl.Callback] = [] if strikes is None else [strikes]
     validating: dict[str, dict[str, Any]] = {
         "": {"limit_val_batches": 0},
         "second": {"check_val_every_n_epoch": 2},
@@ -325,7 +325,7 @@ def trainer_of(script: Script, folder: Path, strikes: Strikes | None) -> pl.Trai
         max_epochs=script.epochs,
         accumulate_grad_batches=max(1, script.accumulation),
         gradient_clip_val=script.clip or None,
-        callbacks=[*callbacks_of(script, folder), *([] if alone else [strikes])],
+        callbacks=[*callbacks_of(script, folder), *own],
         logger=CSVLogger(folder, "logs", version=0),
         log_every_n_steps=1,
         enable_checkpointing=script.saves in ("model", "folder"),

@@ -237,6 +237,9 @@ class Numbers:
     def read(self, totals: Sequence[float]) -> bool:
         return False
 
+    def settle(self, engine: Engine) -> None:
+        """Nothing is left to agree on."""
+
 
 def network(*, tied: bool) -> Net:
     """The network at the start."""

@@ -18,6 +18,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
 from unicron_lightning.strategies.megatron.batches import StageBatches, StagePlaces, StageSteps, stage_batch
 from unicron_lightning.strategies.megatron.validation import StageEvaluation
+from unicron_lightning.strategies.state.divergence import Divergence
 from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.report_sum import ReportSum
 
@@ -68,10 +69,10 @@ def test_samples_are_to_make_whole_micro_batches_of_all_replicas() -> None:
     model = SimpleNamespace(micro_batch_size=0)
     strategy, member = SimpleNamespace(shape=StepShape(devices=2, accumulation=3)), SimpleNamespace(model=model)
     grid: Any = SimpleNamespace(strategy=strategy, member=member)
-    StageSteps(grid).check_data(DataLoader(range(8), batch_size=2))  # type: ignore[arg-type]
+    StageSteps(grid, Divergence(0, "heal")).check_data(DataLoader(range(8), batch_size=2))  # type: ignore[arg-type]
     assert model.micro_batch_size == 2
     with pytest.raises(ConfigError, match=r"6 samples.* 2 replicas"):
-        StageSteps(grid).check_data(DataLoader(range(6), batch_size=2))  # type: ignore[arg-type]
+        StageSteps(grid, Divergence(0, "heal")).check_data(DataLoader(range(6), batch_size=2))  # type: ignore[arg-type]
 
 
 def test_places_of_a_global_batch_that_begins_later() -> None:
