@@ -84,7 +84,7 @@ class UnicronCheckpoint(ModelCheckpoint):
 
     @override
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        _strategy(trainer).persisting.after(partial(trainer.strategy.remove_checkpoint, filepath))
+        _strategy(trainer).persisting.remove(filepath)
 
     def _count(self) -> None:
         self._complete += 1

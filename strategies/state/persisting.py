@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
@@ -56,6 +57,7 @@ class _Saved:
     reports: bool
     state: str = "pending"
     then: list[Callable[[], None]] = field(default_factory=list)
+    removes: list[str] = field(default_factory=list)
 
 
 class Persisting:
@@ -75,6 +77,12 @@ class Persisting:
         """Addresses of memory that was changed while it was copied: from then on it is copied at once."""
         self._lock = threading.Lock()
         self._saved: list[_Saved] = []
+        self._last = "complete"
+        """State of the newest finished version."""
+        self._replaced: list[str] = []
+        """Checkpoints to remove once a newer version is complete."""
+        self._due: list[str] = []
+        """Checkpoints that the first rank has to remove, or had to when this worker saw them last."""
         self._number = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,6 +134,8 @@ class Persisting:
             )
             with self._lock:
                 self._saved.append(saved)
+                for left in (self._replaced, self._due, *(each.removes for each in self._saved)):
+                    left[:] = [each for each in left if each != saved.path]
             try:
                 if not writer.wait(IN_FLIGHT - 1, WRITE_SECONDS, saved.path):
                     raise OSError("versions before it are not finished")
@@ -165,7 +175,14 @@ class Persisting:
             if self._saved:
                 self._saved[-1].then.append(action)
                 return
-        action()
+        if self._last == "complete":
+            action()
+
+    def remove(self, path: Any) -> None:
+        """Remove a checkpoint that the newest version replaces, once that one, or a later one, is complete."""
+        with self._lock:
+            (self._saved[-1].removes if self._saved else self._replaced).append(located(path))
+        self._sweep()
 
     def finish(self, seconds: float) -> None:
         """Wait for the versions, at most so long."""
@@ -179,7 +196,8 @@ class Persisting:
         if self._writer is not None:
             self._writer.close(WRITE_SECONDS if whole else _BROKEN_OFF_SECONDS)
             self._writer = None
-        self._saved.clear()
+        for left in (self._saved, self._replaced, self._due):
+            left.clear()
 
     # ---- parts of a save
 
@@ -238,11 +256,34 @@ class Persisting:
             finished = []
             while self._saved and self._saved[0].state != "pending":
                 finished.append(self._saved.pop(0))
+                self._last = finished[-1].state
+                self._replaced += finished[-1].removes
+                if self._last == "complete":
+                    self._due, self._replaced = self._due + self._replaced, []
         for action in (action for each in finished if each.state == "complete" for action in each.then):
             try:
                 action()
-            except OSError as problem:  # e.g. of the removal of the checkpoint before
+            except OSError as problem:  # e.g. of a link
                 logger.warning("checkpoint_left path=%s error=%s", saved.path, problem)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what is due, as the first rank; others keep it in mind until it is gone, as they may become that."""
+        strategy = self._strategy
+        with self._lock:
+            if not self._saved and self._last == "complete":
+                self._due, self._replaced = self._due + self._replaced, []
+            due = list(self._due)
+        for path in due:
+            try:
+                if strategy.is_global_zero:
+                    strategy.remove_checkpoint(path)
+                elif "://" not in path and Path(path).exists():
+                    continue
+            except OSError as problem:
+                logger.warning("checkpoint_left path=%s error=%s", path, problem)
+            with self._lock:
+                self._due = [each for each in self._due if each != path]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,34 @@ def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.Mo
             )
 
 
+def test_a_checkpoint_whose_successor_fails_is_removed_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.2)
+        return stage(*arguments)
+
+    monkeypatch.setattr("unicron_lightning.strategies.state.persisting.stage", slow)
+    saver = Kept(tmp_path, every_n_train_steps=2, save_top_k=1)
+    saver.doubles_at = 6
+    trained(saver, steps=9)
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch=1-step=8.ckpt"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("every", [3, 100])
+def test_the_end_of_a_run_does_not_wait_for_the_writers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """The writer of this run would never start."""
+    never = tmp_path / "never"
+    never.write_text("#!/bin/sh\nexec sleep 600\n")
+    never.chmod(0o700)
+    monkeypatch.setattr("unicron_lightning.checkpoints.client.sys.executable", str(never))
+    trained(UnicronCheckpoint(tmp_path / "saved", every_n_train_steps=every, save_top_k=-1), steps=6)
+    assert len(list((tmp_path / "saved").glob("*"))) == (2 if every == 3 else 0)
+
+
 class Frozen(Line):
     """With frozen parameters, some of which each step replaces."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
+import shutil
 import signal
 import threading
 import time
@@ -22,10 +23,12 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from unicron_lightning.checkpoints.client import WriterProcess
 from unicron_lightning.checkpoints.division import blocks, divide, part_writers
 from unicron_lightning.checkpoints.index import REST, IndexEntry, check_whole, is_folder, read_checkpoint
-from unicron_lightning.checkpoints.messages import VersionFailed, VersionWritten, WriteVersion
+from unicron_lightning.checkpoints.messages import VersionFailed, VersionOver, VersionWritten, WriteVersion
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, saved_bytes, stage
 from unicron_lightning.checkpoints.storage import storage_of
 from unicron_lightning.checkpoints.version import WritingVersion
+from unicron_lightning.checkpoints.writing import Versions
+from unicron_lightning.local_cluster.processes import until
 from unicron_lightning.worker.checkpoint_files import digest_of
 from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 from unicron_lightning.worker.state_parts import holders
@@ -116,6 +119,10 @@ class Group:
     def advance(self, *ranks: int) -> list[Any]:
         return [self.versions[rank].advance() for rank in ranks]
 
+    def forget(self, *ranks: int) -> None:
+        """Wait until the files of a failed version are deleted."""
+        until("the end of a failed version", lambda: all(self.versions[rank].forget() for rank in ranks), 20)
+
     def close(self) -> None:
         for each in self.buffers:
             each.release()
@@ -204,6 +211,7 @@ def test_without_a_holder_the_version_is_abandoned_and_the_one_before_stays(grou
     time.sleep(0.3)
     [outcome] = group.advance(0)
     assert isinstance(outcome, VersionFailed) and "parts [1] were not written within 0.2 s" in outcome.error
+    group.forget(0)
     assert [each.name for each in tmp_path.iterdir()] == ["x.ckpt"]
     assert digest_of(str(tmp_path / "x.ckpt")) == before
 
@@ -217,7 +225,54 @@ def test_a_rank_that_cannot_write_fails_the_version_at_once(group_of: Any, tmp_p
     assert isinstance(outcome, VersionFailed) and outcome.error.startswith("rank 1: ")
     [other] = group.advance(0)
     assert isinstance(other, VersionFailed) and other.error == outcome.error
+    group.forget(0, 1)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_files_of_a_failed_version_stay_for_a_writer_that_comes_late(group_of: Any, tmp_path: Path) -> None:
+    group = group_of(["a", "b"])
+    (tmp_path / "x.ckpt.v.unfinished").mkdir()
+    (tmp_path / "x.ckpt.v.unfinished" / f"__0_0.distcp.{os.getpid()}.tmp").mkdir()
+    [failed] = group.advance(0)
+    assert isinstance(failed, VersionFailed)
+    time.sleep(2.1)
+    assert not group.versions[0].forget()
+    [late] = group.advance(1)
+    assert isinstance(late, VersionFailed) and late.error == failed.error
+    group.forget(0, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_late_writer_with_nothing_to_write_waits_for_no_version_that_was_removed(tmp_path: Path) -> None:
+    """The second rank holds copies of the first one's only part."""
+    writers, buffers = [Versions(), Versions()], []
+    for number in (1, 2):
+        for rank, writer in enumerate(writers):
+            path = str(tmp_path / f"{number}.ckpt")
+            order = WriteVersion(number=number, name=f"v{number}", path=path, rank=rank, holders=[[0, 1]])
+            order, memories = staged(MemoryPool(), order)
+            buffers += memories
+            writer.add(order, [mmap.mmap(each.descriptor, 0) for each in memories])
+        if number == 1:
+            assert not writers[1].advance(), "the version may still come"
+            assert [type(each) for each in writers[0].advance()] == [VersionWritten]
+            shutil.rmtree(tmp_path / "1.ckpt")
+            assert not writers[1].advance()
+    assert [each.number for each in writers[0].advance()] == [2]
+    over, written = sorted(writers[1].advance(), key=lambda each: each.number)
+    assert over == VersionOver(number=1) and isinstance(written, VersionWritten)
+    assert [each.name for each in tmp_path.iterdir()] == ["2.ckpt"]
+    for each in buffers:
+        each.release()
+
+
+def test_a_writer_that_is_late_leaves_no_folder_behind(group_of: Any, tmp_path: Path) -> None:
+    group = group_of(["a", "b"])
+    group.versions[1].gone([0])
+    for _ in range(2):
+        group.advance(1)
+    assert [type(each) for each in group.advance(0)] == [VersionWritten]
+    assert [each.name for each in tmp_path.iterdir()] == ["x.ckpt"]
 
 
 def test_a_version_that_all_writers_have_left_is_deleted_later(group_of: Any, tmp_path: Path) -> None:
@@ -246,7 +301,7 @@ def test_objects_at_a_url_are_complete_with_their_index(tmp_path: Path) -> None:
         check(url)
         groups.append(Group(url, ["a", "b"], partners=0, seconds=0.0, name="u"))
         [failed] = groups[-1].advance(0)
-        assert isinstance(failed, VersionFailed)
+        assert isinstance(failed, VersionFailed) and groups[-1].versions[0].forget(now=True)
         assert digest_of(url) == outcomes[0].digest
         files = fsspec.filesystem("memory")
         assert sorted(path.rsplit("/", 1)[-1] for path in files.ls("/bucket/x.ckpt", detail=False)) == [

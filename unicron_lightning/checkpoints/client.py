@@ -20,7 +20,18 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from unicron_lightning.checkpoints.messages import Channel, ToWorker, VersionWritten, WritersGone, WriteVersion
+from unicron_lightning.checkpoints.messages import (
+    Channel,
+    FromWriter,
+    ToWorker,
+    VersionFailed,
+    VersionWritten,
+    WriterEnds,
+    WriterReady,
+    WritersGone,
+    WriteVersion,
+)
+from unicron_lightning.checkpoints.writing import Versions
 from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 
 logger = logging.getLogger(__name__)
@@ -29,6 +40,8 @@ IN_FLIGHT: Final = 4
 """Versions that are written at a time; a further one waits. With ``save_last`` each save makes two."""
 _LOOK_SECONDS: Final = 0.2
 """Seconds between two looks at the members."""
+_BESIDE_SECONDS: Final = 0.02
+"""Seconds between two looks at the files of other writers, while this process writes."""
 _STARTS: Final = 3
 """Starts of the writer after which unfinished versions fail."""
 _END_SECONDS: Final = 10.0
@@ -67,6 +80,14 @@ class WriterProcess:
         self._orders: queue.SimpleQueue[_Version | None] = queue.SimpleQueue()
         self._broken = ""
         self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        """Whether the writer has started."""
+        self._ends = False
+        """Whether the run ends once its versions are finished."""
+        self._told = False
+        """Whether the writer knows of it."""
+        self._left = False
+        """Whether the writer may have files to delete."""
         self._channel: Channel | None = None
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name="unicron-checkpoints", daemon=True)
@@ -109,7 +130,11 @@ class WriterProcess:
         os.write(self._wake_write, b"x")
 
     def close(self, seconds: float) -> None:
-        """Wait for the unfinished versions, then end the writer."""
+        """Wait for the unfinished versions, then end the writer. One that has not started is not waited for: the thread
+        writes the versions itself.
+        """
+        self._ends = True
+        os.write(self._wake_write, b"x")
         if not self.wait(0, seconds):
             logger.warning("checkpoints_not_finished versions=%d seconds=%g", len(self._versions), seconds)
         self._orders.put(None)
@@ -144,9 +169,16 @@ class WriterProcess:
                 while not self._orders.empty():
                     version = self._orders.get()
                     if version is None:
-                        self._stop()
+                        self._stop(idle=not self._versions and not self._left)
                         return
                     self._send(version)
+                if self._ends and self._channel is not None:
+                    if not self._ready:
+                        self._write_here()
+                        continue
+                    if not self._told:
+                        self._told = True
+                        self._channel.send(WriterEnds())
                 self._report_gone()
                 self._end_late()
                 if self._channel in ready:
@@ -163,14 +195,21 @@ class WriterProcess:
             self._process = subprocess.Popen(
                 words, pass_fds=passed, env=environment, stdin=nothing, start_new_session=True
             )
-        self._channel = Channel(own, ToWorker)
+        self._channel, self._ready, self._told = Channel(own, FromWriter), False, False
 
-    def _stop(self) -> None:
+    def _stop(self, *, idle: bool = False) -> None:
+        """End the writer.
+
+        Args:
+            idle: it has nothing to do any more.
+        """
         if self._channel is not None:
             self._channel.close()
             self._channel = None
         if self._process is not None:
             try:
+                if idle:
+                    self._process.kill()
                 self._process.wait(_END_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
@@ -211,10 +250,36 @@ class WriterProcess:
         if received is None:
             raise OSError("the writer has ended")
         message, _ = received
+        if isinstance(message, WriterReady):
+            self._ready = True
+        else:
+            self._take(message)
+
+    def _take(self, message: ToWorker) -> None:
+        """Finish a version by its outcome."""
         version = self._versions.get(message.number)
+        self._left = self._left or isinstance(message, VersionFailed)
         if version is not None:
-            written = isinstance(message, VersionWritten)
-            self._finish(version, message.digest if written else "", "" if written else message.error)
+            digest = message.digest if isinstance(message, VersionWritten) else ""
+            self._finish(version, digest, message.error if isinstance(message, VersionFailed) else "")
+
+    def _write_here(self) -> None:
+        """Write the versions in this process: the run ends, and the writer has not started."""
+        self._stop(idle=True)
+        writing = Versions()
+        writing.ending = True
+        for version in self._versions.values():
+            writing.add(version.order, [each.content for each in version.memories])
+        while self._versions and self._orders.empty():
+            present = self._members()
+            for number, version in self._versions.items():
+                if present is not None:
+                    writing.gone(number, [n for n, worker in enumerate(version.workers) if worker not in present])
+            for outcome in writing.advance():
+                self._take(outcome)
+            time.sleep(_BESIDE_SECONDS)
+        writing.leave()
+        self._left = False
 
     def _finish(self, version: _Version, digest: str, error: str) -> None:
         version.outcome(digest, error)

@@ -79,6 +79,14 @@ class WritersGone(msgspec.Struct, frozen=True, kw_only=True, tag="gone"):
     ranks: list[int]
 
 
+class WriterEnds(msgspec.Struct, frozen=True, kw_only=True, tag="ends"):
+    """The worker's run ends once its versions are finished."""
+
+
+class WriterReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """[to the worker] The writer has started."""
+
+
 class VersionWritten(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
     """[to the worker] The checkpoint is complete, with this digest."""
 
@@ -93,8 +101,15 @@ class VersionFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     error: str
 
 
-ToWriter = WriteVersion | WritersGone
-ToWorker = VersionWritten | VersionFailed
+class VersionOver(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
+    """[to the worker] Others have finished the version, and nothing of it is left."""
+
+    number: int
+
+
+ToWriter = WriteVersion | WritersGone | WriterEnds
+ToWorker = VersionWritten | VersionFailed | VersionOver
+FromWriter = ToWorker | WriterReady
 
 
 class Channel:

@@ -39,7 +39,7 @@ class VersionStorage(Protocol):
     prefix: str
 
     def begin(self) -> None:
-        """Prepare to write; called by each writer."""
+        """Prepare to write; called by each writer that writes a file."""
 
     def names(self) -> list[str]:
         """Return the names of the version's complete files; none if there is no place any more."""
@@ -61,6 +61,9 @@ class VersionStorage(Protocol):
 
     def read_published(self, name: str) -> bytes:
         """Return the content of a file of the checkpoint at the path."""
+
+    def clean(self) -> None:
+        """Delete files of the version that are not part of the published one."""
 
     def abandon(self) -> None:
         """Delete the files."""
@@ -137,6 +140,9 @@ class FolderStorage:
     def read_published(self, name: str) -> bytes:
         return read_regular(self._target / name)
 
+    def clean(self) -> None:
+        self.abandon()
+
     def abandon(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -205,6 +211,9 @@ class UrlStorage:
     def read_published(self, name: str) -> bytes:
         content: bytes = self._files.cat_file(self._at(name))
         return content
+
+    def clean(self) -> None:
+        """Leave all: what late writers add has the names of what is there."""
 
     def abandon(self) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -33,8 +33,10 @@ from unicron_lightning.worker.checkpoint_folders import INDEX
 from unicron_lightning.worker.operations import unpack_parts
 
 _OBJECTS: Final = "objects.distcp"
-_ABANDON_SECONDS: Final = 2.0
-"""Seconds after which the files of a failed version are deleted: all writers have noticed the failure by then."""
+_NOTICE_SECONDS: Final = 2.0
+"""Seconds in which all writers that have begun notice that a version has failed."""
+_ABANDON_SECONDS: Final = 60.0
+"""Seconds after which the files of a failed version are deleted, even if some writers have not begun."""
 
 
 class WritingVersion:
@@ -53,6 +55,7 @@ class WritingVersion:
         self._gone: set[int] = set()
         self._written: set[int] = set()
         self._began = False
+        self._failed_at = 0.0
         self._finishers = sorted({rank for holders in order.holders for rank in holders})
         self._deadline = time.monotonic() + order.seconds
 
@@ -72,12 +75,9 @@ class WritingVersion:
 
     def _advance(self) -> ToWorker | None:
         order, storage = self._order, self._storage
-        if not self._began:
-            storage.begin()
-            self._began = True
-            if order.error:
-                return self._fail(f"rank {order.rank}: {order.error}")
-            self._write_own()
+        if order.error:
+            return self._fail(f"rank {order.rank}: {order.error}")
+        self._write_own()
         names = storage.names()
         described = {int(name.split("-")[1]) for name in names if name.startswith("part-")}
         if failed := [name for name in names if name.startswith("failed-")]:
@@ -89,6 +89,7 @@ class WritingVersion:
         if not missing and self._is_first(self._finishers):
             self._finish(names)
         if (digest := self._digest()) is not None:
+            storage.clean()  # of writers that were late
             return VersionWritten(number=order.number, digest=digest)
         if time.monotonic() > self._deadline:
             return self._fail(f"parts {sorted(missing)} were not written within {order.seconds:g} s")
@@ -98,8 +99,22 @@ class WritingVersion:
         """Write the part of this rank, whose worker has ended, and leave the rest to others."""
         with contextlib.suppress(Exception):  # there is no worker to which it could be reported
             if not self._order.error:
-                self._storage.begin()
                 self._write_own()
+
+    def leaves_no_trace(self) -> bool:
+        """Whether nothing of the version is in the storage, and others have to write all of it."""
+        if any(map(self._is_first, (self._finishers, *self._order.holders))):
+            return False
+        try:
+            return not self._storage.names() and self._digest() is None
+        except Exception:  # noqa: BLE001 - a storage's package raises errors of its own
+            return False
+
+    def _begin(self) -> None:
+        """Make the version's place, before this writer's first file: one that has nothing to write makes none."""
+        if not self._began:
+            self._storage.begin()
+            self._began = True
 
     def _write_own(self) -> None:
         for part, holders in enumerate(self._order.holders):
@@ -119,6 +134,7 @@ class WritingVersion:
         staged, memory = self._order.parts[found[0]], self._memories[found[0]]
         name = f"__{part}_{self._order.rank}.distcp"
         pieces = []
+        self._begin()
         with self._storage.create(name) as file:
             for each in staged.tensors:
                 start, tensor = file.tell(), tensor_in(memory, each)
@@ -137,6 +153,7 @@ class WritingVersion:
     def _finish(self, names: Sequence[str]) -> None:
         """Write objects, further files and index."""
         order, storage = self._order, self._storage
+        self._begin()
         described = (name for name in sorted(names) if name.startswith("part-"))
         records = {name.split("-")[1]: _record(storage.read(name)) for name in described}
         pieces = [piece for record in records.values() for piece in record.pieces]
@@ -178,15 +195,36 @@ class WritingVersion:
 
     def _fail(self, error: str) -> VersionFailed:
         """Notify the other writers, if possible, that the version cannot be completed."""
-        with contextlib.suppress(Exception), self._storage.create(f"failed-{self._order.rank}") as file:
-            file.write(error.encode())  # without it they reach their time limits
+        with contextlib.suppress(Exception):
+            self._begin()
+            with self._storage.create(f"failed-{self._order.rank}") as file:
+                file.write(error.encode())  # without it they reach their time limits
         return self._abandoned(error)
 
     def _abandoned(self, error: str) -> VersionFailed:
-        if self._is_first(self._finishers):
-            time.sleep(_ABANDON_SECONDS)
-            self._storage.abandon()
+        self._failed_at = time.monotonic()
         return VersionFailed(number=self._order.number, error=error)
+
+    def forget(self, *, now: bool = False) -> bool:
+        """Delete the files of a failed version once all writers have noticed the failure; return whether that is over.
+
+        Args:
+            now: do not wait.
+        """
+        if not self._is_first(self._finishers):
+            return True
+        elapsed = time.monotonic() - self._failed_at
+        with contextlib.suppress(Exception):
+            if not now and (elapsed < _NOTICE_SECONDS or (elapsed < _ABANDON_SECONDS and self._begin_late())):
+                return False
+            self._storage.abandon()
+        return True
+
+    def _begin_late(self) -> bool:
+        """Whether a writer that has to write a part has not begun: it would wait for the others if it found nothing."""
+        came = {int(name.split(".")[0].split("-")[-1]) for name in self._storage.names() if name[0] in "pf"}
+        first = (next((rank for rank in holders if rank not in self._gone), None) for holders in self._order.holders)
+        return not came >= {rank for rank in first if rank is not None}
 
 
 def _record(content: bytes) -> WrittenPart:

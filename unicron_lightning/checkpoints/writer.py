@@ -19,9 +19,8 @@ from typing import Final
 
 import torch
 
-from unicron_lightning.checkpoints.messages import Channel, ToWriter, WritersGone, WriteVersion
-from unicron_lightning.checkpoints.storage import storage_of
-from unicron_lightning.checkpoints.version import WritingVersion
+from unicron_lightning.checkpoints.messages import Channel, ToWriter, WriterReady, WritersGone, WriteVersion
+from unicron_lightning.checkpoints.writing import Versions
 
 _LOOK_SECONDS: Final = 0.05
 """Seconds between two looks at the files of other writers."""
@@ -33,28 +32,25 @@ _NICE: Final = 5
 
 def serve(channel: Channel) -> None:
     """Write versions until the worker is gone."""
-    versions: dict[int, tuple[WritingVersion, list[mmap.mmap]]] = {}
+    versions = Versions()
+    channel.send(WriterReady())
     while True:
         ready, _, _ = select.select([channel], [], [], _LOOK_SECONDS if versions else None)
         if ready:
             received = channel.receive()
             if received is None:
                 signal.alarm(_LAST_SECONDS)
-                for version, _ in versions.values():
-                    version.leave()
+                versions.leave()
                 return
             message, descriptors = received
             if isinstance(message, WriteVersion):
-                memories = [_mapped(descriptor) for descriptor in descriptors]
-                storage = storage_of(message.path, message.name)
-                versions[message.number] = WritingVersion(message, memories, storage), memories
-            elif isinstance(message, WritersGone) and message.number in versions:
-                versions[message.number][0].gone(message.ranks)
-        for number, (version, _) in list(versions.items()):
-            if (outcome := version.advance()) is not None:
-                del versions[number]
-                del version
-                channel.send(outcome)
+                versions.add(message, [_mapped(descriptor) for descriptor in descriptors])
+            elif isinstance(message, WritersGone):
+                versions.gone(message.number, message.ranks)
+            else:
+                versions.ending = True
+        for outcome in versions.advance():
+            channel.send(outcome)
 
 
 def _mapped(descriptor: int) -> mmap.mmap:
