@@ -47,7 +47,7 @@ from unicron_lightning.strategies.reporting import StepReports, report_exception
 from unicron_lightning.strategies.run_launcher import RunLauncher
 from unicron_lightning.strategies.schedule import Schedule
 from unicron_lightning.strategies.session import Session
-from unicron_lightning.strategies.state import join_state
+from unicron_lightning.strategies.state import join_state, saved_configuration
 from unicron_lightning.strategies.state.checkpointing import ReportedCheckpoints
 from unicron_lightning.strategies.state.comparison import Comparison
 from unicron_lightning.strategies.state.finished_epoch import leave_finished_epoch
@@ -212,6 +212,7 @@ class FaultTolerantStrategy(CollectingStrategy):
                 self._environment.follow_members()
         self._begin_collectives(self._session, trainer, is_first=is_new, is_group=parallelism.whole)
         self._session.runs(active=True)
+        saved_configuration.accept_own(trainer, self._session.control)
         self.engine.activity.enter("start")
         super().setup_environment()
         if begins:
@@ -234,6 +235,7 @@ class FaultTolerantStrategy(CollectingStrategy):
                 session.control.listeners.append(self._announcements.take)
         self.collectives.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
         follow(trainer.loggers)
+        saved_configuration.note_saved(trainer, session.control)
         self._timed = TimedValidation(trainer, lambda due: bool(self.broadcast(due)))
         self.stopping = Stopping(trainer, session.engine)
         dtype = logged_dtype(self.precision_plugin)

@@ -18,6 +18,8 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -361,7 +363,23 @@ def saved_twice(*, same: bool, **settings: Any) -> Callable[[Path], list[Run]]:
     return runs
 
 
+class Parser:
+    """Saves a configuration, as that of `LightningCLI` does."""
+
+    def save(self, config: str, path: str, *, overwrite: bool, **_: Any) -> None:
+        if Path(path).exists() and not overwrite:
+            raise FileExistsError(path)
+        Path(path).write_text(config)
+
+
+def configured(folder: Path) -> list[Run]:
+    saving_ = [ModelCheckpoint(folder / "saved", every_n_train_steps=3), SaveConfigCallback(Parser(), "rate: 0.05")]
+    settings = {"enable_checkpointing": True, "logger": CSVLogger(folder, "logs", "fixed")}
+    return [Run(module=Net(), data={"train_dataloaders": data()}, callbacks=saving_, trainer=settings)]
+
+
 LOST: dict[str, Script] = {
+    "lost_with_a_configuration": Script(runs=configured, kill=(1, 8, None)),
     "lost_in_second_fit": Script(runs=saved_twice(same=False), kill=(2, 8, None)),
     "lost_in_second_fit_same": Script(runs=saved_twice(same=True), kill=(2, 26, None)),
     "lost_in_second_fit_sharded": Script(runs=saved_twice(same=True, strategy=sharded), kill=(2, 26, None)),
