@@ -269,7 +269,9 @@ class Persisting:
 
     def _sweep(self) -> None:
         """Remove what is due, as the first rank; others keep it in mind until it is gone, as they may become that."""
-        strategy = self._strategy
+        strategy, control = self._strategy, self._strategy.engine.control
+        if control is not None and control.is_ending:
+            return  # the report of the newest one may come too late for the next life
         with self._lock:
             if not self._saved and self._last == "complete":
                 self._due, self._replaced = self._due + self._replaced, []

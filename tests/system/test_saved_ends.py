@@ -55,6 +55,14 @@ def test_sigterm_of_all_nodes(tmp_path: Path, reference: Reference, nodes: str) 
     check_resumed(tmp_path, path, reference)
 
 
+def test_a_version_that_is_complete_after_the_errors_of_all_workers_is_resumed(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("raising.py")
+    with Cluster(tmp_path, agents=2, nodes="2:2", script=script) as cluster:
+        assert cluster.wait_exit(240) == dict.fromkeys(cluster.agents, 0)
+        assert len(cluster.events("task_restarts")) == 1
+    assert {path.read_text() for path in tmp_path.glob("first-*")} == {"6"}
+
+
 def test_cancel_saves(tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path, settings=SETTINGS) as cluster:
         cluster.wait_world(3)

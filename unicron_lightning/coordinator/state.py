@@ -214,6 +214,8 @@ class Task(msgspec.Struct, kw_only=True):
     """`wire.Go` of the epoch in which members train until a planned ``epoch`` is settled; None otherwise."""
     established: list[str] = []
     """Members of the newest settled epoch: those that have the task's state."""
+    ending: list[str] = []
+    """Members that have reported an error that ends them, until a life begins: they may still report a checkpoint."""
     replicas: list[list[str]] = []
     """Workers of each replica as reported last, see `wire.Replicas`."""
     replicas_of: int = 0

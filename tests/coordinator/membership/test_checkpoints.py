@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from coordinator.driver import World, running
@@ -33,6 +35,30 @@ def test_a_new_life_gets_all_known_checkpoints_newest_first() -> None:
     b.register()
     assert reborn(a, b) == [("/6", 6), ("/4", 4), ("/2", 2)]
     assert {known.life for known in a.last(wire.Welcome).resume} == {1}
+
+
+def fails(agent: FakeAgent) -> str:
+    """Report an error that ends the agent's worker; return its name."""
+    worker = agent.worker()
+    about: dict[str, Any] = {"kind": "other_software_error", "cause": "it broke", "phase": "compute", "step": 3}
+    agent.say(wire.ErrorReport(worker=worker, ends=True, at=1.0, details={}, **about))
+    return worker
+
+
+def test_workers_that_an_error_ends_report_the_checkpoint_that_was_being_written() -> None:
+    world = World()
+    a, b = running(world, 2)
+    first, second = fails(a), fails(b)
+    b.saved("/late", 3, worker=second)
+    world.start()  # from its store
+    for agent in (a, b):
+        agent.register()
+        agent.die()
+    a.rendezvous().boot()
+    a.saved("/later", 4, worker=first)  # the founders get the same checkpoints
+    b.rendezvous().boot()
+    for agent in (a, b):
+        assert [(known.path, known.step) for known in agent.last(wire.Welcome).resume] == [("/late", 3)]
 
 
 def test_the_oldest_are_forgotten() -> None:

@@ -76,6 +76,8 @@ def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> No
             founder=task.epoch is None and not task.rebuilding,
         )
         task.workers[worker.id] = worker
+        if worker.founder:  # all founders get the same checkpoints
+            task.ending = []
         turn.emit_for(task, None, "worker_hello", {"worker": worker.id, "pid": worker.pid, "founder": worker.founder})
     welcome(task, turn, agent, worker)
 
@@ -84,7 +86,10 @@ def receive(task: Task, turn: Turn, agent: Agent, message: Handled) -> None:
     """Handle any later message of a worker that has sent its hello."""
     worker = task.workers.get(message.worker)
     if worker is None or worker.agent != agent.id:
-        fence_stranger(task, turn, agent, message.worker)
+        if isinstance(message, wire.CheckpointSaved) and message.worker in task.ending and message.worker in agent.gone:
+            _checkpoint_saved(task, turn, message)  # one that was being written when its error ended the worker
+        else:
+            fence_stranger(task, turn, agent, message.worker)
         return
     match message:
         case wire.WorkerReady():
@@ -217,6 +222,8 @@ def died(
         if worker in workers:
             if own:
                 task.broken[worker.id] = meaning or f"{cause} {code}"
+            if cause == REPORTED and worker.id in task.established:
+                task.ending.append(worker.id)
             remove_worker(task, worker)
             death = replace(death, cause=cause, code=code, died_at=at, meaning=meaning)
         else:
