@@ -375,6 +375,7 @@ class AgentThread:
             case wire.Epoch() | wire.EpochChange():
                 self._take_epoch(message)
             case wire.Go() | wire.Notice():
+                self._roster.saw(message)
                 self._local.broadcast(message)
             case wire.ActivityQuery():
                 self._inspector.asked(self._roster.names)

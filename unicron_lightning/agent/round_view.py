@@ -132,6 +132,7 @@ def registration(
         local_world=view.local_world,
         workers=roster.infos(),
         epoch=roster.epoch,
+        went=roster.went,
         slot=options.slot,
         rack=options.rack,
         weight=options.weight,

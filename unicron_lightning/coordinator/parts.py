@@ -18,7 +18,16 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import pairing, partition
 from unicron_lightning.coordinator.incidents import accounting, measurements
-from unicron_lightning.coordinator.membership import departures, epochs, memory, registration, slots, standby, workers
+from unicron_lightning.coordinator.membership import (
+    departures,
+    epochs,
+    memory,
+    rebuilding,
+    registration,
+    slots,
+    standby,
+    workers,
+)
 from unicron_lightning.coordinator.orders import jobs
 from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.severity import apply as severity
@@ -38,6 +47,7 @@ PARTS: Final[tuple[Part, ...]] = (
     severity.PART,
     memory.PART,
     workers.PART,
+    rebuilding.PART,
     reports.PART,
     hangs.PART,
     jobs.PART,

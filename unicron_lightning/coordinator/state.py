@@ -72,6 +72,8 @@ class Worker(msgspec.Struct, kw_only=True):
     """Whether its script has ended without a ``fit``, in a task that had members: it waits for the task's end."""
     ready: int = 0
     """Newest epoch for which the worker reported its state."""
+    member: bool = False
+    """Whether it has stopped for an epoch, as its agent has told."""
     entered: int = 0
     """Newest epoch that the worker has entered, as far as it reports that."""
     state: dict[str, Any] = {}
@@ -130,6 +132,8 @@ class Agent(msgspec.Struct, kw_only=True):
     ranked: bool = False
     gone: list[str] = []
     """Workers of the present round that are dead, fenced or finished."""
+    went: int = 0
+    """Newest epoch whose `wire.Go` it had received when it registered; 0 if unknown."""
     told: int = 0
     """Newest epoch that it has: as sent over its present connection, or as it registered."""
     fresh: bool = False

@@ -50,6 +50,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The last `WorkerReady`, if no newer epoch was seen since."""
     replicas: Replicas | None = None
     """The last `Replicas` of the worker."""
+    member: bool = False
+    """Whether it has sent a `WorkerReady` of an epoch."""
 
     def __post_init__(self) -> None:
         for said in (self.hello, self.ready):
@@ -79,6 +81,8 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
     workers: list[WorkerInfo]
     epoch: Count
     """Newest epoch seen by the agent; 0 if none."""
+    went: Count = 0
+    """Newest epoch whose `Go` it has received; 0 if none."""
     slot: Name | None = None
     """Name of the accelerators on its node that the agent's workers use; None if no other agent uses them.
 

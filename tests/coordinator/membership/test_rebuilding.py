@@ -7,7 +7,7 @@ import pytest
 from coordinator.driver import FakeAgent, World, members, running, settle
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.membership import epochs
+from unicron_lightning.coordinator.membership import rebuilding
 from unicron_lightning.worker import engine
 
 
@@ -99,6 +99,41 @@ def test_a_worker_that_reports_too_late_is_fenced() -> None:
     assert members(world) == ["a/0#1"]
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_members_of_an_epoch_that_was_open_stay(late: bool) -> None:
+    """A third member has died; one has stopped for the next epoch, and one still computes when it registers."""
+    world = World(restart_grace=10, recovery_time=300)
+    a, b, c = running(world, 3, nodes=(1, 4))
+    c.die()
+    a.ready(2, step=5)
+    forgotten(world)
+    if late:  # its agent has seen the epoch, so that its report of the one before is outdated
+        b.workers[b.worker()] = msgspec.structs.replace(b.workers[b.worker()], ready=None, member=True)
+    else:
+        told(b, 1, has_state=True, operation="step")
+    for agent in (a, b):
+        agent.register(went=1, epoch=2 if late or agent is a else 1)
+    world.advance(60)
+    if late:
+        assert world.task().epoch is None, "as without the loss, the others wait for it"
+        b.ready(2, step=5)
+        world.advance(1)
+    assert (world.task().epoch.kind, members(world)) == ("fail", ["a/0#1", "b/0#1"])
+    assert not fences(a) and not fences(b)
+
+
+def test_a_member_that_never_stops_is_left_behind() -> None:
+    world = World(restart_grace=10, recovery_time=100)
+    a, b = running(world, 2)
+    a.ready(2, step=5)
+    forgotten(world)
+    b.workers[b.worker()] = msgspec.structs.replace(b.workers[b.worker()], ready=None, member=True)
+    for agent in (a, b):
+        agent.register(went=1, epoch=2)
+    world.advance(101)
+    assert members(world) == ["a/0#1"]
+
+
 def test_workers_that_were_to_join_a_task_of_which_nobody_is_left_start_anew() -> None:
     world = World(restart_grace=10)
     a = world.agent("a", nodes=(1, 4)).start().launch()
@@ -113,4 +148,4 @@ def test_workers_that_were_to_join_a_task_of_which_nobody_is_left_start_anew() -
 
 
 def test_coordinator_and_workers_mean_the_same_operation() -> None:
-    assert epochs._JOIN == engine.JOIN
+    assert rebuilding._JOIN == engine.JOIN

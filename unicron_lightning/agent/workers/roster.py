@@ -24,6 +24,8 @@ class LocalWorker:
     hello: wire.WorkerHello | None = None
     ready: wire.WorkerReady | None = None
     replicas: wire.Replicas | None = None
+    member: bool = False
+    """Whether it has reported for an epoch."""
     done: bool = False
     training: bool = False
     """Whether a run of its trainer is in progress, so that its script has not ended."""
@@ -43,6 +45,8 @@ class Roster:
         self._lookups: dict[tuple[str, str], wire.Lookup] = {}
         self.epoch = 0
         """Newest epoch seen."""
+        self.went = 0
+        """Newest epoch whose `wire.Go` was received."""
         self._newest: wire.Epoch | None = None
 
     def __contains__(self, worker: object) -> bool:
@@ -92,7 +96,7 @@ class Roster:
             case wire.WorkerHello():
                 known = replace(known, hello=message, ready=None, left=False)
             case wire.WorkerReady() if not 0 < message.epoch < self.epoch:
-                known = replace(known, ready=message)
+                known = replace(known, ready=message, member=known.member or message.epoch > 0)
             case wire.Replicas():
                 known = replace(known, replicas=message)
             case wire.WorkerDone():
@@ -138,6 +142,10 @@ class Roster:
             if ready is not None and ready.epoch < epoch.number and (ready.epoch > 0 or name in members):
                 self._workers[name] = replace(known, ready=None)
 
+    def saw(self, message: wire.Go | wire.Notice) -> None:
+        """Record that an epoch's work has begun."""
+        self.went = max(self.went, message.epoch) if isinstance(message, wire.Go) else self.went
+
     def saw_reply(self, reply: wire.LookupReply) -> None:
         """Record the answer to a lookup."""
         self._lookups.pop((reply.worker, reply.key), None)
@@ -169,6 +177,7 @@ class Roster:
                 hello=each.hello,
                 ready=each.ready,
                 replicas=each.replicas,
+                member=each.member,
             )
             for each in self._workers.values()
         ]

@@ -35,9 +35,6 @@ from unicron_lightning.coordinator.state import Agent, PauseReason, Task, Worker
 from unicron_lightning.wire.epoch_changes import change_of
 from unicron_lightning.wire.report_sums import summed
 
-_JOIN = "join"
-"""Name of the operation in which members hand over the state, as in `worker.engine`."""
-
 
 def review_members(task: Task, turn: Turn) -> None:
     """Take the step that is due now. Idempotent; called once after each input."""
@@ -105,38 +102,9 @@ def comm_error_due(task: Task, turn: Turn) -> None:
     if task.over is not None or number != task.number or task.rebuilding or task.epoch is None:
         return
     if task.settled:
-        _publish(task, turn, "fail", task.live_members())
+        publish(task, turn, "fail", task.live_members())
     elif task.epoch.kind in wire.PLANNED:
-        _publish(task, turn, "fail", state_holders(task))
-
-
-def rebuild_due(task: Task, turn: Turn) -> None:
-    """Resume with the workers that hold the task's state, after all agents had time to register."""
-    if not task.rebuilding:
-        return
-    lifecycle.end_rebuilding(task)
-    turn.places_changed = True
-    turn.save(task)
-    reported = [worker for worker in task.workers.values() if worker.ready > 0 and holds_state(worker)]
-    if task.over is not None:
-        return
-    if not reported:
-        for worker in [worker for worker in task.workers.values() if not worker.founder]:
-            expel(task, turn, worker, "no member is left that it could join")
-        return
-    newest = max(worker.ready for worker in reported)
-    for worker in reported:
-        if worker.ready < newest:  # members of the newest epoch may have recomputed its work
-            expel(task, turn, worker, f"it was in epoch {worker.ready}, others are in {newest}")
-    holders = [worker for worker in reported if worker.ready == newest]
-    # Joiners stay in an epoch that the others have entered to hand over the state: they may have received it since.
-    joining = all(worker.state.get("operation") == _JOIN for worker in holders)
-    there = (worker for worker in task.workers.values() if worker.ready == newest and (joining or worker in holders))
-    members = sorted(there, key=task.place)
-    task.established = [worker.id for worker in members]
-    open_incident(task)
-    _publish(task, turn, "fail", [task.as_member(worker) for worker in members])
-    _turn_into_joiners(task, turn, set(task.established))
+        publish(task, turn, "fail", state_holders(task))
 
 
 def _join_due(task: Task, _turn: Turn) -> None:
@@ -160,8 +128,8 @@ def _form(task: Task, turn: Turn) -> None:
     members = [task.as_member(worker) for worker in founders[: task.capacity()]]
     for worker in founders if memory.offer(task, turn) else ():
         welcome(task, turn, task.agents[worker.agent], worker)
-    _publish(task, turn, "init" if task.life == 1 else "restart", members)
-    _turn_into_joiners(task, turn, {member.worker for member in members})
+    publish(task, turn, "init" if task.life == 1 else "restart", members)
+    turn_into_joiners(task, turn, {member.worker for member in members})
 
 
 def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
@@ -180,7 +148,7 @@ def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
         turn.timer("start", turn.limits.watch.start_time, task=task.id, agent=agent.id)
 
 
-def _turn_into_joiners(task: Task, turn: Turn, members: set[str]) -> None:
+def turn_into_joiners(task: Task, turn: Turn, members: set[str]) -> None:
     """Turn founders that were not ready in time into joiners: members do not wait for their set-up."""
     for worker in task.workers.values():
         if worker.founder and worker.id not in members:
@@ -194,16 +162,16 @@ def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) ->
     kind = task.epoch.kind
     core = state_holders(task)
     if task.settled:
-        _publish(task, turn, "fail", live)
+        publish(task, turn, "fail", live)
     elif kind not in wire.PLANNED:
         # No worker has state before a life's first epoch is settled: the kind stays, with fewer members.
-        _publish(task, turn, kind, live)
+        publish(task, turn, kind, live)
     elif not core:
         _nobody_left(task, turn)
     elif deaths:
-        _publish(task, turn, "fail", core)
+        publish(task, turn, "fail", core)
     else:
-        _publish(task, turn, kind, live)
+        publish(task, turn, kind, live)
 
 
 def state_holders(task: Task) -> list[wire.Member]:
@@ -339,12 +307,12 @@ def _resize(task: Task, turn: Turn) -> None:
     if task.pausing:
         if task.epoch is not None and task.epoch.kind != "pause":
             task.incident = None
-            _publish(task, turn, "pause", task.members())
+            publish(task, turn, "pause", task.members())
         return  # or they are writing the checkpoint
     if relayout.due(task):
         if task.epoch is not None and task.epoch.kind != "relayout":
             task.incident = None
-            _publish(task, turn, "relayout", task.members())
+            publish(task, turn, "relayout", task.members())
         return  # or they are writing the checkpoint
     members, away = task.members(), bearable(task, leaving(task, turn))
     staying = members
@@ -362,7 +330,7 @@ def _resize(task: Task, turn: Turn) -> None:
         remaining = [m for m in members if m.agent not in away or not task.agents[m.agent].departing]
     if 0 < len(remaining) < len(members):
         task.incident = None
-        _publish(task, turn, "leave", remaining)
+        publish(task, turn, "leave", remaining)
     elif len(task.workers) > len(members):  # all members live, so candidates exist
         _admit(task, turn, away, task.capacity() - len(staying))
 
@@ -402,7 +370,7 @@ def _admit(task: Task, turn: Turn, away: set[str], room: int) -> None:
             turn.timer("join", turn.limits.join_grace, task=task.id)
         return
     task.incident = None
-    _publish(task, turn, "join", [*members, *(task.as_member(worker) for worker in ready[:room])])
+    publish(task, turn, "join", [*members, *(task.as_member(worker) for worker in ready[:room])])
 
 
 def _siblings_ready(task: Task, worker: Worker) -> bool:
@@ -412,7 +380,8 @@ def _siblings_ready(task: Task, worker: Worker) -> bool:
     return agent.local_world is not None and built + len(agent.gone) >= agent.local_world
 
 
-def _publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Member]) -> None:
+def publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Member]) -> None:
+    """Publish an epoch of these members."""
     assert members
     store = task.agents[members[0].agent].store
     assert store is not None
@@ -491,6 +460,6 @@ def _new_life(task: Task, turn: Turn) -> None:
 
 PART: Final = Part(
     restore=await_pause,
-    timers={"rebuild": rebuild_due, "join": _join_due, "pause": _pause_due},
+    timers={"join": _join_due, "pause": _pause_due},
     review=review_members,
 )

@@ -104,7 +104,7 @@ def register(
         if not task.restoring and not excused:
             _was_cut(task, turn, agent)
         turn.cancel("lost", task=task.id, agent=agent.id)
-    agent.conn, agent.told, agent.copies = conn, message.epoch, message.copies
+    agent.conn, agent.told, agent.went, agent.copies = conn, message.epoch, message.went, message.copies
     turn.send(agent, registered(turn.limits, turn.connections))
     if message.reading is not None:
         reports.handle_reading(task, turn, agent, message.reading)
@@ -435,6 +435,8 @@ def _reconcile_workers(task: Task, turn: Turn, agent: Agent, message: wire.Regis
         elif info.worker in agent.gone:
             workers.fence_stranger(task, turn, agent, info.worker)
         known = task.workers.get(info.worker)
+        if known is not None:
+            known.member = info.member
         if info.ready is not None and known is not None:
             workers.ready(task, turn, known, info.ready)
             if not known.built and known.id in task.workers:
