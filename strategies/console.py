@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import convert_inf
 
 from unicron_lightning import wire
 from unicron_lightning.cli.output import visible
-from unicron_lightning.coordinator.incidents.facts import AgentLoss, WorkerDeath, read_fact
+from unicron_lightning.coordinator.incidents.facts import REPORTED, AgentLoss, ErrorFact, WorkerDeath, read_fact
 from unicron_lightning.worker.engine import World
 
 logger = logging.getLogger("lightning.pytorch.unicron")
@@ -41,7 +41,9 @@ class Announcements:
     def take(self, notice: wire.Notice) -> None:
         """[any thread] Remember how a worker ended."""
         fact = read_fact(notice.name, notice.fields, notice.at)
-        if isinstance(fact, WorkerDeath):
+        if isinstance(fact, ErrorFact) and fact.ends and fact.worker is not None:
+            self._ends = dict([*self._ends.items(), (fact.worker, f"failed: {fact.cause}")][-_KEPT:])
+        elif isinstance(fact, WorkerDeath) and fact.cause != REPORTED:
             self._ends = dict([*self._ends.items(), (fact.worker, _how(fact))][-_KEPT:])
         elif isinstance(fact, AgentLoss):
             self._absent = self._absent | {fact.node}

@@ -27,6 +27,11 @@ def died(worker: str, cause: str, code: int | None = None) -> wire.Notice:
     return notice("worker_died", worker=f"{worker}#1", cause=cause, code=code, received_at=1.0)
 
 
+def failed(worker: str, cause: str) -> wire.Notice:
+    about = {"worker": f"{worker}#1", "cause": cause, "ends": True, "step": 7, "kind": "other_software_error"}
+    return notice("error_reported", **about, severity="SEV2", happened_at=1.0, received_at=1.0, details={})
+
+
 FIRST = "a/0 b/0 c/0"
 
 
@@ -36,6 +41,11 @@ FIRST = "a/0 b/0 c/0"
         ([died("a/0", "signal", 9)], "b/0 c/0", "rank 0 on n-a exited (signal 9); 2 workers left; step 7 continues"),
         ([died("a/0", "exit", 1)], "b/0 c/0", "rank 0 on n-a exited (status 1); 2 workers left; step 7 continues"),
         ([died("c/0", "silent")], "a/0 b/0", "rank 2 on n-c was silent; 2 workers left; step 7 continues"),
+        (
+            [failed("c/0", "RuntimeError: boom"), died("c/0", "reported")],
+            "a/0 b/0",
+            "rank 2 on n-c failed: RuntimeError: boom; 2 workers left; step 7 continues",
+        ),
         ([], "b/0", "rank 0 on n-a was lost; rank 2 on n-c was lost; 1 worker left; step 7 continues"),
         ([], FIRST, "connections of 3 workers renewed; step 7 continues"),
     ],

@@ -67,6 +67,7 @@ class Limits:
     cordon_window: float = 3600.0
     crash_attempts: int = 5
     crash_lives: int = 10
+    hold_timeout: float = 3600.0
     patterns: tuple[Pattern, ...] = ()
     nan_loss: str = "tell"
     allow_injection: bool = False

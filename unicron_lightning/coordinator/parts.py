@@ -21,6 +21,7 @@ from unicron_lightning.coordinator.incidents import accounting, measurements
 from unicron_lightning.coordinator.membership import (
     departures,
     epochs,
+    holds,
     memory,
     rebuilding,
     registration,
@@ -48,6 +49,7 @@ PARTS: Final[tuple[Part, ...]] = (
     memory.PART,
     workers.PART,
     rebuilding.PART,
+    holds.PART,
     reports.PART,
     hangs.PART,
     jobs.PART,

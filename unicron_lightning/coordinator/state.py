@@ -73,7 +73,6 @@ class Worker(msgspec.Struct, kw_only=True):
     ready: int = 0
     """Newest epoch for which the worker reported its state."""
     member: bool = False
-    """Whether it has stopped for an epoch, as its agent has told."""
     entered: int = 0
     """Newest epoch that the worker has entered, as far as it reports that."""
     state: dict[str, Any] = {}
@@ -235,6 +234,8 @@ class Task(msgspec.Struct, kw_only=True):
     watch: WatchRecord = msgspec.field(default_factory=WatchRecord)
     probing: ProbeState = msgspec.field(default_factory=ProbeState)
     """Probes between nodes, and nodes that were left out."""
+    held: tuple[float, int] | None = None
+    """time.time() at which the task began to hold, and `committed` then, see `holds`."""
     committed: int = 0
     """Step of the newest commit of this life that any worker has reported; its death does not lower the number."""
     incident: str | None = None
@@ -244,9 +245,8 @@ class Task(msgspec.Struct, kw_only=True):
     lasting: dict[str, str] = {}
     """The records that are kept for later lives."""
     recorded: dict[str, int] = {}
-    """Epoch of each record."""
     records_after: int = 0
-    """Newest epoch of the lives before: later ones have the records of this life."""
+    """Newest epoch of the lives before; ``recorded`` has the epoch of each record."""
     checkpoints: list[wire.Checkpoint] = []
     """Reported checkpoints, newest first."""
     memory: MemoryRecord = msgspec.field(default_factory=MemoryRecord)

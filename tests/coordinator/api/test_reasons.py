@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from coordinator.driver import World, running, settle
 from coordinator.fake_daemon import FakeDaemon, job
+from coordinator.severity.test_apply import settle_all
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -77,6 +79,69 @@ def test_an_attached_task_states_how_many_nodes_wait_and_how_far_workers_are():
     b.boot()
     settle(world)
     assert (why(world), task_status(world.task())["state"]) == (None, "running")
+
+
+def test_a_task_that_waits_states_for_what_and_what_would_end_it():
+    world = World(restart_grace=10)
+    a, b = running(world, 2, nodes=(2, 2))
+    b.die(cause="exit", code=1)
+    assert why(world) == "recovering: waits for a/0#1; for detection.recovery_time at most"
+    settle(world)
+    assert task_status(world.task())["state"] == "holding"
+    ends = "another node joins, it is resized, or severity.hold_timeout has passed"
+    last = "last failure, on node-b: exit 1"
+    assert why(world) == f"holds below its minimum: needs 2 nodes, has 1, until {ends}; {last}"
+    b.rendezvous().boot()
+    settle(world)
+    assert why(world) is None
+    world.do(ev.Cancel(task="t", save=True))
+    assert why(world) == "pausing: its members write a checkpoint; for detection.pause_grace at most"
+    world.lose_disk()
+    world.start()
+    a.register()
+    assert (why(world) or "").startswith("resuming: the coordinator had lost its record")
+
+
+def test_a_hold_ends_the_task_in_time():
+    world = World(hold_timeout=100)
+    a, b = running(world, 2, nodes=(2, 2))
+    b.die()
+    settle_all(world, a)
+    world.advance(90)
+    b.rendezvous().boot()
+    settle_all(world, a, b)
+    b.die()  # before a step is finished
+    settle_all(world, a)
+    world.advance(11)
+    said = world.event("task_over").fields
+    assert said["succeeded"] is False
+    assert said["reason"].startswith("held below the minimum of 2 nodes: for 10") and "node-b" in said["reason"]
+    assert a.last(wire.TaskOver).succeeded is False
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_equal_failures_of_the_only_other_node_end_the_task_when_it_has_left(steps: bool):
+    world = World()
+    a, b = running(world, 2, nodes=(2, 2))
+    for number in range(3):
+        about = {"phase": "setup", "step": 0, "at": world.now, "details": {}, "ends": True}
+        cause = "WorkersDiffer: lr is 0.1, expected 0.2" if number < 2 or not steps else "another"
+        b.say(wire.ErrorReport(worker=b.worker(), kind="other_software_error", cause=cause, **about))
+        b.workers.clear()
+        settle_all(world, a)
+        if number < 2:
+            world.advance(2)
+            b.rendezvous().boot()
+            settle_all(world, a, b)
+    assert task_status(world.task())["state"] == "holding"
+    b.bye(succeeded=False)
+    if steps:
+        assert world.task().over is None, "its failures differ"
+        return
+    reason = world.event("task_over").fields["reason"]
+    assert "no other node is left, and node-b has failed 3 times in the same way" in reason
+    assert "WorkersDiffer: lr is 0.1, expected 0.2" in reason
+    assert a.last(wire.TaskOver).succeeded is False
 
 
 def test_a_drained_node_states_why_it_stays():

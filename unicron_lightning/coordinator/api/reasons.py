@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
+from unicron_lightning import wire
 from unicron_lightning.coordinator.allocation.places import is_drained, usable_places
 from unicron_lightning.coordinator.membership.replicas import fewest
 from unicron_lightning.coordinator.orders.operator import drained
 from unicron_lightning.coordinator.state import Cluster, Task
 
+_NAMED: Final = 3
+"""Most workers that a reason names."""
+
 
 def why_waiting(cluster: Cluster, task: Task) -> str | None:
-    """Return why a task does not train yet; None if it trains, or has ended."""
+    """Return why a task does not train, and what would end that; None if it trains, or has ended."""
     if task.over is not None:
         return None
+    if task.rebuilding:
+        return "resuming: the coordinator had lost its record, and waits for agents to register, and for their workers"
+    if task.epoch is not None and (task.epoch.hold or task.pausing or not task.settled):
+        return _why_waiting_in_epoch(task, task.epoch)
     if task.slots:
         return _why_starting(task)
     return _why_queued(cluster, task) if task.id in cluster.lasting.jobs else _why_forming(cluster, task)
@@ -38,6 +47,22 @@ def lost_nodes(cluster: Cluster) -> dict[str, float]:
     """Return the nodes that were lost and have not come back, with the time.time() of their loss."""
     present = {agent.node for task in cluster.tasks.values() for agent in task.agents.values()} | set(cluster.nodes)
     return {node: at for node, at in cluster.lasting.lost.items() if node not in present}
+
+
+def _why_waiting_in_epoch(task: Task, epoch: wire.Epoch) -> str | None:
+    if task.pausing:
+        return "pausing: its members write a checkpoint; for detection.pause_grace at most"
+    if not task.settled:
+        if epoch.kind in wire.PLANNED and not epoch.hold:
+            return None  # its members train until the next step boundary
+        late = [member.worker for member in task.live_members() if task.workers[member.worker].ready != task.number]
+        names = f"{', '.join(late[:_NAMED])}{' and others' if len(late) > _NAMED else ''}"
+        return f"recovering: waits for {names or 'its agents'}; for detection.recovery_time at most"
+    here = len({member.agent for member in epoch.members})
+    failed = task.severity.failed
+    last = f"; last failure, on {failed[-1].node}: {failed[-1].cause or failed[-1].kind}" if failed else ""
+    ends = "another node joins, it is resized, or severity.hold_timeout has passed"
+    return f"holds below its minimum: needs {_number(task.min_nodes, 'node')}, has {here}, until {ends}{last}"
 
 
 def _why_starting(task: Task) -> str | None:

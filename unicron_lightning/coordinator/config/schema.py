@@ -267,6 +267,8 @@ class SeverityConfig:
     """Number of failures at the same step, with no step finished beyond it, after which a task is stopped."""
     crash_lives: int = 10
     """Number of lives from a checkpoint, none of which got further than earlier ones, after which a task is stopped."""
+    hold_timeout: float = 3600.0
+    """Time that a task may hold below its minimum of nodes, after which it is stopped."""
 
     def __post_init__(self) -> None:
         check_positive("severity", **vars(self))

@@ -1,0 +1,64 @@
+"""Ends a task that holds below its minimum of nodes for too long, or that nothing can lead out of its hold.
+
+A task holds while it has fewer nodes than its minimum: its members wait at a step boundary for another one. The time
+counts until a step is finished again, since epochs with a worker that fails at its start do not end the hold.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.membership import epochs
+from unicron_lightning.coordinator.orders import jobs
+from unicron_lightning.coordinator.part import Part
+from unicron_lightning.coordinator.state import Task
+
+EQUAL_FAILURES: Final = 3
+"""Failures of one node in a row, with one cause, after which the node is not expected to join any more."""
+
+
+def review(task: Task, turn: Turn) -> None:
+    """Start and end the time of a hold; end a task that all other agents have left after equal failures. Idempotent."""
+    holds = task.epoch is not None and task.epoch.hold and task.settled
+    if holds and task.held is None and task.over is None:
+        task.held = turn.now, task.committed
+        turn.timer("hold", turn.limits.hold_timeout, task=task.id)
+        turn.save(task)
+    elif task.held is not None and (task.committed > task.held[1] or task.over is not None):
+        task.held = None
+        turn.cancel("hold", task=task.id)
+        turn.save(task)
+    if not holds or task.over is not None or task.finishing or jobs.is_job(task, turn):
+        return
+    inside = {member.agent for member in task.members()}
+    last = task.severity.failed[-EQUAL_FAILURES:]
+    equal = len({(failure.node, failure.cause) for failure in last}) == 1 and len(last) == EQUAL_FAILURES
+    if equal and last[-1].kind != "lost_connection" and inside.issuperset(task.agents):
+        _end(
+            task, turn, f"no other node is left, and {last[-1].node} has failed {EQUAL_FAILURES} times in the same way"
+        )
+
+
+def restore(task: Task, turn: Turn) -> None:
+    """Set the timer again after a restart of the coordinator."""
+    if task.held is not None:
+        turn.timer("hold", max(0.0, task.held[0] + turn.limits.hold_timeout - turn.now), task=task.id)
+
+
+def _due(task: Task, turn: Turn) -> None:
+    if task.held is not None and task.over is None:
+        _end(task, turn, f"for {turn.now - task.held[0]:.0f} s (severity.hold_timeout)")
+
+
+def _end(task: Task, turn: Turn, why: str) -> None:
+    failed = task.severity.failed
+    last = f"; the last failure, on {failed[-1].node}: {failed[-1].cause or failed[-1].kind}" if failed else ""
+    reason = f"held below the minimum of {task.min_nodes} nodes: {why}{last}"
+    turn.emit(task, "task_stopped", rule="held below the minimum", reason=reason)
+    for worker in list(task.workers.values()):
+        epochs.expel(task, turn, worker, "the task is stopped")
+    jobs.finish(task, turn, succeeded=False, reason=reason)
+
+
+PART: Final = Part(restore=restore, timers={"hold": _due}, review=review)
