@@ -1,4 +1,4 @@
-"""The file that `LightningCLI` writes when a run begins. Other runs do not overwrite it; a new life of its task does."""
+"""The file that `LightningCLI` writes when a run begins: no other run overwrites it, but a new life of its task."""
 
 from __future__ import annotations
 

@@ -176,6 +176,22 @@ def test_a_task_that_is_resized_leaves_the_places_that_the_plan_takes_from_it() 
     assert kept == {f"{node}/0" for node in members(world, "a")}
 
 
+def test_a_task_that_is_resized_while_a_worker_restarts_leaves_that_place() -> None:
+    world = World()
+    agents = crowd(world, 5, a=(1, 3), b=(1, 2))
+    first = agents["a"][int(members(world, "a")[0][1:])]
+    alive = members(world, "a")[1:]
+    first.die()
+    for agent in agents["a"].values():
+        if agent.workers:
+            agent.ready(world.task("a").number, step=5)
+    world.do(ev.Resize(task="a", nodes=2))
+    settle(world, agents)
+    assert members(world, "a") == alive
+    kept = {name for name, task in world.machine.lasting.assigned.items() if task == "a"}
+    assert kept == {f"{node}/0" for node in alive}
+
+
 def test_a_task_that_ends_leaves_its_places_to_the_others() -> None:
     world = World()
     agents = crowd(world, 4, a=(1, 4), b=(1, 4))

@@ -310,7 +310,7 @@ def replace_at_the_end(world: World, agent: FakeAgent) -> None:
 
 def test_a_worker_at_the_end_of_its_script_without_the_tasks_state_is_no_end_of_the_task():
     """It waits for the end of the task, and starts again with the others if no member survives."""
-    world = World()
+    world = World(hold_timeout=1e6)
     a, b = running(world, 2)
     replace_at_the_end(world, b)
     world.advance(2 * world.limits.watch.start_time)

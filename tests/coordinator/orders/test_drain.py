@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from coordinator.driver import FakeAgent, World, members, running, settle
 
 from unicron_lightning import wire
@@ -181,6 +182,22 @@ def test_a_task_shrinks_by_its_newest_nodes_and_grows_again():
     c.boot()
     settle(world)
     assert members(world) == ["a/0#1", "b/0#2", "c/0#2"]
+
+
+@pytest.mark.parametrize("how", ["dead", "restarting", "slow"])
+def test_a_task_shrinks_by_dead_restarting_and_slow_nodes_first(how: str):
+    world, (_, b, c) = three()
+    if how == "slow":
+        world.task().watch.stragglers = {b.worker(): 1.5}
+    else:
+        b.die()
+        settle(world)
+    if how == "restarting":
+        b.rendezvous().launch()
+    world.do(ev.Resize(task="t", nodes=2))
+    settle(world)
+    assert members(world) == ["a/0#1", "c/0#1"]
+    assert world.task().slots == ["a", "c"] and not c.all(wire.Stop)
 
 
 def test_a_resized_task_replaces_a_dead_node_by_one_that_stands_by():

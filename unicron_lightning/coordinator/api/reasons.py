@@ -59,7 +59,7 @@ def _why_waiting_in_epoch(task: Task, epoch: wire.Epoch) -> str | None:
         names = f"{', '.join(late[:_NAMED])}{' and others' if len(late) > _NAMED else ''}"
         return f"recovering: waits for {names or 'its agents'}; for detection.recovery_time at most"
     here = len({member.agent for member in epoch.members})
-    failed = task.severity.failed
+    failed = task.severity.latest
     last = f"; last failure, on {failed[-1].node}: {failed[-1].cause or failed[-1].kind}" if failed else ""
     ends = "another node joins, it is resized, or severity.hold_timeout has passed"
     return f"holds below its minimum: needs {_number(task.min_nodes, 'node')}, has {here}, until {ends}{last}"

@@ -1,7 +1,7 @@
 """Ends a task that holds below its minimum of nodes for too long, or that nothing can lead out of its hold.
 
 A task holds while it has fewer nodes than its minimum: its members wait at a step boundary for another one. The time
-counts until a step is finished again, since epochs with a worker that fails at its start do not end the hold.
+counts until `soon_steps` steps are finished in a row, since a worker that fails at its start does not end the hold.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.orders import jobs
 from unicron_lightning.coordinator.part import Part
+from unicron_lightning.coordinator.severity.record import EQUAL_FAILURES
 from unicron_lightning.coordinator.state import Task
-
-EQUAL_FAILURES: Final = 3
-"""Failures of one node in a row, with one cause, after which the node is not expected to join any more."""
 
 
 def review(task: Task, turn: Turn) -> None:
     """Start and end the time of a hold; end a task that all other agents have left after equal failures. Idempotent."""
     holds = task.epoch is not None and task.epoch.hold and task.settled
-    if holds and task.held is None and task.over is None:
+    if holds and task.held is not None:
+        task.held = task.held[0], task.committed
+    elif holds and task.over is None:
         task.held = turn.now, task.committed
         turn.timer("hold", turn.limits.hold_timeout, task=task.id)
         turn.save(task)
-    elif task.held is not None and (task.committed > task.held[1] or task.over is not None):
+    elif task.held is not None and (task.committed - task.held[1] >= turn.limits.soon_steps or task.over is not None):
         task.held = None
         turn.cancel("hold", task=task.id)
         turn.save(task)
     if not holds or task.over is not None or task.finishing or jobs.is_job(task, turn):
         return
-    inside = {member.agent for member in task.members()}
-    last = task.severity.failed[-EQUAL_FAILURES:]
-    equal = len({(failure.node, failure.cause) for failure in last}) == 1 and len(last) == EQUAL_FAILURES
-    if equal and last[-1].kind != "lost_connection" and inside.issuperset(task.agents):
-        _end(
-            task, turn, f"no other node is left, and {last[-1].node} has failed {EQUAL_FAILURES} times in the same way"
-        )
+    inside, last = {member.agent for member in task.members()}, task.severity.latest
+    if len(last) < EQUAL_FAILURES or not inside.issuperset(task.agents):
+        return
+    node, series = last[-1].node, task.severity.series.get(last[-1].node)
+    equal = len({(failure.node, failure.cause) for failure in last}) == 1 and last[-1].kind != "lost_connection"
+    if equal and series is not None and len(series.times) >= EQUAL_FAILURES:
+        _end(task, turn, f"no other node is left, and {node} has failed {EQUAL_FAILURES} times in the same way")
 
 
 def restore(task: Task, turn: Turn) -> None:
@@ -52,7 +52,7 @@ def _due(task: Task, turn: Turn) -> None:
 
 
 def _end(task: Task, turn: Turn, why: str) -> None:
-    failed = task.severity.failed
+    failed = task.severity.latest
     last = f"; the last failure, on {failed[-1].node}: {failed[-1].cause or failed[-1].kind}" if failed else ""
     reason = f"held below the minimum of {task.min_nodes} nodes: {why}{last}"
     turn.emit(task, "task_stopped", rule="held below the minimum", reason=reason)

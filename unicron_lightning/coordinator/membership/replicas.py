@@ -68,28 +68,38 @@ def whole(task: Task) -> dict[str, int]:
 
 
 def most_needed_first(task: Task, agents: Sequence[str]) -> list[str]:
-    """Sort agents with a slot by need: by replica, then spares; otherwise in their order. The last are most
-    dispensable.
+    """Sort agents with a slot by need; equal ones stay in their order. The last are most dispensable.
+
+    Agents whose workers train come first, those with a straggler among them after the others, then agents whose workers
+    have died, restart or have not joined yet; among equals by replica, then spares.
     """
-    number = whole(task)
-    return sorted(agents, key=lambda agent: number.get(agent, len(task.replicas)))
+    needs = _needs(task)
+    return sorted(agents, key=needs.__getitem__)
 
 
 def worth(task: Task, before: Mapping[str, str]) -> dict[str, int]:
-    """Rank places in the order of `most_needed_first`.
+    """Rank places in the order of `most_needed_first`, places without an agent last.
 
     Args:
         task: the task that holds the places.
         before: task of each place so far.
 
     Returns:
-        A number for each of the task's places; lower ones are kept first. Empty if the task has no replicas.
+        A number for each of the task's places; lower ones are kept first.
     """
-    if not task.replicas:
-        return {}
-    number = whole(task)
-    at = {task.agents[agent].place: number[agent] for agent in task.slots if agent in number}
-    return {place: at.get(place, len(task.replicas)) for place, owner in before.items() if owner == task.id}
+    needs = _needs(task)
+    ranks = {need: number for number, need in enumerate(sorted(set(needs.values())))}
+    at = {task.agents[agent].place: ranks[need] for agent, need in needs.items()}
+    return {place: at.get(place, len(ranks)) for place, owner in before.items() if owner == task.id}
+
+
+def _needs(task: Task) -> dict[str, tuple[int, int]]:
+    """Map agents with a slot to their need; lower ones are needed more."""
+    number, alive = whole(task), [worker for worker in task.established if worker in task.workers]
+    training = {task.workers[worker].agent for worker in alive}
+    slow = {task.workers[worker].agent for worker in alive if worker in task.watch.stragglers}
+    state = {agent: int(agent in slow) if agent in training else 2 if training else 0 for agent in task.slots}
+    return {agent: (state[agent], number.get(agent, len(task.replicas))) for agent in task.slots}
 
 
 def keep_together(tasks: Sequence[Task], places: Places, assigned: dict[str, str]) -> dict[str, str]:

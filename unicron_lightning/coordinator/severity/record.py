@@ -8,6 +8,8 @@ import msgspec
 
 KEPT: Final = 20
 """Number of failures kept for a diagnosis."""
+EQUAL_FAILURES: Final = 3
+"""Failures of new workers of one node in a row, with one cause, after which none is expected to succeed."""
 
 Awaited = Literal["", "reports", "entries"]
 
@@ -95,6 +97,8 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
     """Members' failures since the newest epoch was settled: their progress is known at the next epoch."""
     failed: list[Failure] = []
     """The last failures since the last progress."""
+    latest: list[Failure] = []
+    """The last failures, whatever progress there was."""
     attempts: int = 0
     """Epochs that failed at one step since the last progress, at most one in `workflow.ATTEMPT_SECONDS`."""
     attempted_at: float | None = None

@@ -23,7 +23,7 @@ from typing import Final, Union
 
 from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.coordinator.severity.errors import SEVERITY
-from unicron_lightning.coordinator.severity.record import KEPT, Failure, Joined, Series, SeverityRecord
+from unicron_lightning.coordinator.severity.record import EQUAL_FAILURES, KEPT, Failure, Joined, Series, SeverityRecord
 from unicron_lightning.coordinator.severity.rules import Case, Decision, FailureContext, Rule, first
 
 ATTEMPT_SECONDS: Final = 1.0
@@ -365,6 +365,7 @@ def _lasted(record: SeverityRecord, member: Joined) -> None:
 
 def _remember(record: SeverityRecord, failure: Failure) -> None:
     record.failed = [*record.failed, failure][-KEPT:]
+    record.latest = [*record.latest, failure][-EQUAL_FAILURES:]
 
 
 def _unique(words: Iterable[str]) -> list[str]:
