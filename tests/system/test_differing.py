@@ -25,11 +25,6 @@ def test_a_worker_with_another_learning_rate_is_refused_with_the_values_and_its_
             assert re.search(r"optimizer is SGD\(.*lr=0\.0[12], .*, expected SGD\(.*lr=0\.0[12], ", said), said
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("strategy", ["whole", pytest.param("sharded", marks=pytest.mark.chaos)])
-def test_a_flipped_bit_is_found_and_its_worker_replaced(tmp_path: Path, strategy: str) -> None:
-    (tmp_path / strategy).touch()
-=======
 def test_a_task_ends_when_its_only_other_node_is_refused_again_and_again(tmp_path: Path) -> None:
     with Cluster(tmp_path, agents=2, nodes="2:2", script=SCRIPT, max_restarts=2) as cluster:
         statuses = cluster.wait_exit(240)
@@ -41,8 +36,9 @@ def test_a_task_ends_when_its_only_other_node_is_refused_again_and_again(tmp_pat
         assert "failed: WorkersDiffer: the worker on node" in said and "held below the minimum" in said
 
 
-def test_a_flipped_bit_is_found_and_its_worker_replaced(tmp_path: Path) -> None:
->>>>>>> 704d85c (Dead, restarting and slow places leave a resized task first; equal failures of the only other node count over steps that it took part in)
+@pytest.mark.parametrize("strategy", ["whole", pytest.param("sharded", marks=pytest.mark.chaos)])
+def test_a_flipped_bit_is_found_and_its_worker_replaced(tmp_path: Path, strategy: str) -> None:
+    (tmp_path / strategy).touch()
     script = SCRIPT.with_name("flipping.py")
     with Cluster(tmp_path, agents=3, nodes="3:3", script=script) as cluster:
         until("the coordinator", cluster.coordinator, 120)
