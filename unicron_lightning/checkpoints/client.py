@@ -95,11 +95,20 @@ class WriterProcess:
 
     # ---- called by the training thread
 
-    def wait(self, versions: int, seconds: float, path: str | None = None) -> bool:
-        """Wait until at most so many versions are unfinished, and none at this path; return whether that is so."""
+    def wait(self, versions: int, seconds: float, path: str | None = None, *, own: bool = False) -> bool:
+        """Wait until at most so many versions are unfinished, and none at this path; return whether that is so.
+
+        Args:
+            versions: number of versions.
+            seconds: most time.
+            path: of a version; None: any.
+            own: leave out versions to which this worker has nothing to add: others may have written and removed them
+                before its writer has started.
+        """
 
         def finished() -> bool:
-            there = [each.order.path for each in self._versions.values()]
+            orders = [each.order for each in self._versions.values()]
+            there = [order.path for order in orders if not own or any(order.rank in each for each in order.holders)]
             return len(there) <= versions and path not in there
 
         with self._condition:
