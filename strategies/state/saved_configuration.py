@@ -1,4 +1,4 @@
-"""The file that `LightningCLI` writes when a run begins: no other run overwrites it, but a new life of its task."""
+"""The file that `LightningCLI` writes when a run begins: only a new life of the same task overwrites it."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning import UnicronFSDPStrategy
+from unicron_lightning.callbacks import MemoryCheckpoint
 
 
 @dataclass(kw_only=True)
@@ -378,7 +379,15 @@ def configured(folder: Path) -> list[Run]:
     return [Run(module=Net(), data={"train_dataloaders": data()}, callbacks=saving_, trainer=settings)]
 
 
+def kept_in_memory() -> pl.Callback:
+    return MemoryCheckpoint(every_n_steps=2)
+
+
 LOST: dict[str, Script] = {
+    "lost_with_memory": Script(runs=hooked(kept_in_memory, HalfRates, ScaledWeights, Counting), kill=(1, 9, None)),
+    "lost_with_memory_sharded": Script(
+        runs=hooked(kept_in_memory, HalfRates, ScaledWeights, strategy=sharded), kill=(1, 9, None)
+    ),
     "lost_with_a_configuration": Script(runs=configured, kill=(1, 8, None)),
     "lost_in_second_fit": Script(runs=saved_twice(same=False), kill=(2, 8, None)),
     "lost_in_second_fit_same": Script(runs=saved_twice(same=True), kill=(2, 26, None)),

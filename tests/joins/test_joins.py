@@ -11,7 +11,7 @@ import torch
 from joins.running import Site, first_step, results, site
 from joins.scripts import LOST, SCRIPTS
 from joins.walk import unequal
-from joins.worker import train
+from joins.worker import script_of, train
 
 pytestmark = [
     pytest.mark.faults,
@@ -27,22 +27,34 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield made
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+RANDOM = [f"random-{seed}" for seed in range(60)]
+RANDOMLY_LOST = [f"lost-{seed}" for seed in range(30)]
+IN_CI = 2
+"""Random scripts of each kind that run with every change."""
+
+
+def chosen(names: list[str]) -> list[Any]:
+    return [*names[:IN_CI], *(pytest.param(name, marks=pytest.mark.chaos) for name in names[IN_CI:])]
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *chosen(RANDOM)])
 def test_a_joiner_has_what_members_have(name: str, place: Site, tmp_path: Path) -> None:
     folder = place.run(name)
     joiner, member = first_step(folder)
     assert unequal(member, joiner) == {}
     ends = results(folder)
     assert len(ends) == 2 and sum(each["replaces"] for each in ends) == 1
-    alone = train(SCRIPTS[name], tmp_path, alone=True)["end"]
+    alone = train(script_of(name), tmp_path, alone=True)["end"]
     assert [far(each["end"], alone) for each in ends] == [{}, {}]
 
 
-@pytest.mark.parametrize("name", LOST)
-def test_a_new_life_resumes_in_the_fit_that_was_left(name: str, place: Site, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*LOST, *chosen(RANDOMLY_LOST)])
+def test_a_new_life_continues_where_the_one_before_was_left(name: str, place: Site, tmp_path: Path) -> None:
     ends = results(place.run(name))
     assert [each["replaces"] for each in ends] == [True, True]
-    alone = train(LOST[name], tmp_path, alone=True)["end"]
+    of_memory = "memory" in name or name in RANDOMLY_LOST
+    assert f"task_resumes_from_{'memory' if of_memory else 'checkpoint'}" in place.log(name)
+    alone = train(script_of(name), tmp_path, alone=True)["end"]
     assert [far(each["end"], alone) for each in ends] == [{}, {}]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from joins.acting import random_script
 from joins.scripts import LOST, SCRIPTS, Run, Script
 from joins.walk import described
 
@@ -44,9 +45,9 @@ class Strike(pl.Callback):
             self._describe(trainer, batch_idx)
             if not self.replaces and world < 2:
                 self._wait(trainer)
-        elif rank is None and not self.replaces and (self.fit, trainer.global_step) == (fit, step):
+        elif rank is None and not self.replaces and self.fit == fit and trainer.global_step >= step:
             self._die_together(trainer)
-        elif (self.fit, trainer.global_step) == (fit, step) and world == 2 and trainer.global_rank == rank:
+        elif self.fit == fit and trainer.global_step >= step and world == 2 and trainer.global_rank == rank:
             self._killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -115,7 +116,13 @@ def _trainer(run: Run, strike: Strike, folder: Path, *, alone: bool) -> pl.Train
     return pl.Trainer(strategy=made, **given, callbacks=[strike, *run.callbacks])
 
 
+def script_of(name: str) -> Script:
+    """Return a script of the tables, or a random one by its seed."""
+    kind, _, seed = name.partition("-")
+    return random_script(int(seed), lost=kind == "lost") if seed else (SCRIPTS | LOST)[name]
+
+
 def main(folder: Path, name: str) -> None:
     """Train, and write the result."""
-    result = train((SCRIPTS | LOST)[name], folder, alone=False)
+    result = train(script_of(name), folder, alone=False)
     torch.save(result, folder / f"result-{os.environ['RANK']}-{os.getpid()}.pt")
