@@ -13,6 +13,7 @@ import copy
 import importlib
 import logging
 from collections.abc import Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, Final
 
@@ -322,9 +323,10 @@ def arrive(trainer: pl.Trainer, state: dict[str, Any], layout: SumsLayout, devic
     connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics = state["metrics"]
     callbacks.restore(trainer, state.get("callbacks", {}))
     set_layers(trainer.lightning_module, state.get("layers", {}))
-    for (owner, _), values in zip(_settings(trainer), state["settings"], strict=True):
+    for (owner, _), values in zip(_settings(trainer), state.get("settings", ()), strict=False):
         for name, value in values.items():
-            setattr(owner, name, value)
+            now = getattr(owner, name)
+            setattr(owner, name, type(now)(value) if isinstance(now, Enum) and value is not None else value)
     layout.load_state(state["layout"])
     restore_random_states(state["random"])
 

@@ -58,6 +58,16 @@ def test_a_new_life_continues_where_the_one_before_was_left(name: str, place: Si
     assert [far(each["end"], alone) for each in ends] == [{}, {}]
 
 
+def test_a_joiner_that_differs_ends_with_the_name_of_the_parameter(place: Site) -> None:
+    """The members go on, and the next joiner has their state."""
+    ends = results(place.run("odd"))
+    said = place.log("odd")
+    assert "the parameters of rank 1 on node odd-1 differ" in said and "and head.weight differs" in said
+    assert "All workers that differ have joined before this step" in said
+    assert "task_resumes_from" not in said and sorted(each["replaces"] for each in ends) == [False, True]
+    assert far(ends[0]["end"], ends[1]["end"]) == {}
+
+
 def far(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Return what differs by more than a rounding in modules, optimizers and schedulers."""
     paths = [path for path in other if path.startswith(("module", "optimizers", "schedulers"))]
