@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
@@ -438,6 +439,8 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        if isinstance(self.precision_plugin, DoublePrecision):  # Lightning does so later, and loads into float32
+            self.precision_plugin.convert_module(self.module)
         self.parallelism.checkpoints.load_model(checkpoint, partial(super().load_model_state_dict, checkpoint, strict))
         self._membership.logged, self._logged = checkpoint.get(join_state.LOGGED, self._logged), None
 

@@ -24,7 +24,7 @@ class ShardedGradients:
     """Gradients of the parameters' shards on this worker.
 
     Args:
-        parameters: of the sharded model that require gradients.
+        parameters: of the sharded model; frozen ones may be unfrozen later.
 
     Attributes:
         parameters: those.
@@ -38,7 +38,6 @@ class ShardedGradients:
         self.device = device
         self.accelerated: Any = None
         self.parameters = list(parameters)
-        self._buckets = _buckets(self.parameters)
         self._own: list[Tensor | None] | None = None
 
     def begin(self) -> None:
@@ -87,10 +86,8 @@ class ShardedGradients:
             return
         used = torch.tensor([own is not None for own in self._own], dtype=torch.float32)
         self._sum(used, None)
-        for bucket in self._buckets:
-            members = [self.parameters[index] for index in bucket if used[index]]
-            if not members:
-                continue
+        present = [each for each, is_used in zip(self.parameters, used.tolist(), strict=True) if is_used]
+        for members in _buckets(present):
             parts = [local_shard(torch.zeros_like(each) if each.grad is None else each.grad) for each in members]
             flat = torch.cat([part.reshape(-1) for part in parts])
             self._sum(flat, self.accelerated if flat.device.type == self.device.type else None)
@@ -118,15 +115,14 @@ def _local(parameter: nn.Parameter) -> Tensor:
     return local_shard(grad)
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[int]]:
-    """Indices of parameters of one type, in reverse order, as backward finishes them."""
-    buckets: list[list[int]] = []
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Divide parameters, in reverse order, as backward finishes them, into groups of one type."""
+    buckets: list[list[nn.Parameter]] = []
     size, dtype = 0, None
-    for index in reversed(range(len(parameters))):
-        parameter = parameters[index]
+    for parameter in reversed(parameters):
         if not buckets or parameter.dtype != dtype or size >= BUCKET_BYTES:
             buckets.append([])
             size, dtype = 0, parameter.dtype
-        buckets[-1].append(index)
+        buckets[-1].append(parameter)
         size += local_shard(parameter).numel() * parameter.element_size()
     return buckets

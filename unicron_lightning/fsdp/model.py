@@ -53,7 +53,7 @@ class FsdpShard:
         self.fits = 0
         self.device = device
         self.grad_norm = 0.0
-        self.gradients = ShardedGradients([each for each in root.parameters() if each.requires_grad], device)
+        self.gradients = ShardedGradients(list(root.parameters()), device)
         self._accelerator = accelerator
         self._alone: PeerGroup | None = None
 
