@@ -29,7 +29,7 @@ from unicron_lightning.strategies.fsdp.checks import (
     check_sharded_trainer,
 )
 from unicron_lightning.strategies.fsdp.prediction import ShardedPredictions
-from unicron_lightning.strategies.fsdp.steps import ShardedSteps, clip_by_agreed_norm
+from unicron_lightning.strategies.fsdp.steps import ShardedSteps, clip_by_agreed_norm, keep_spares
 from unicron_lightning.strategies.fsdp.validation import ShardedEvaluation
 from unicron_lightning.strategies.fsdp.wrapping import Sharding, place_rest, shard_module
 from unicron_lightning.strategies.parallelism import Parallelism
@@ -100,6 +100,12 @@ class FsdpParallel(Parallelism):
         """Number of this worker's shard."""
         return self.member.fabric.own_shard
 
+    @property
+    def is_spare(self) -> bool:
+        """Whether this worker belongs to no complete replica."""
+        place = self.member.fabric.place
+        return place is not None and place.replica is None
+
     # ---- a run's start
 
     def check(self, trainer: pl.Trainer) -> None:
@@ -162,6 +168,7 @@ class FsdpParallel(Parallelism):
         precision = shard_module(strategy.module, mesh.shards, self._sharding, strategy.precision_plugin)
         strategy.precision_plugin = precision
         clip_by_agreed_norm(precision, lambda: member.model.grad_norm)
+        keep_spares(precision, lambda: self.is_spare)
         check_sharded_module(strategy.module)
         sum_gradients(strategy.module)
         device = strategy.root_device

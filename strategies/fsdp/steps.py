@@ -77,8 +77,9 @@ class ShardedSteps:
         strategy = self._parallel.strategy
         plugin, module = strategy.precision_plugin, strategy.module
         Precision.pre_backward(plugin, loss, module)
+        spare = self._parallel.is_spare
         for parameter, grad in zip(self._parallel.member.model.gradients.parameters, self._gradients, strict=True):
-            parameter.grad = grad
+            parameter.grad = torch.zeros_like(parameter) if spare and parameter.requires_grad else grad
         self._gradients = []
         return plugin.post_backward(loss, module)
 
@@ -220,6 +221,26 @@ class ShardedSums(StepSums):
 
     def _flat(self) -> list[FlatBucket]:
         return [bucket for bucket in self.buckets if isinstance(bucket, FlatBucket)]
+
+
+def keep_spares(plugin: Precision, is_spare: Callable[[], bool]) -> None:
+    """Make a precision plugin take the gradients of a spare, which hooks have seen as zeros, from its optimizer.
+
+    A spare keeps its state until it gets that of a member.
+
+    Args:
+        plugin: Lightning's.
+        is_spare: whether this worker is one in the present step.
+    """
+    after = plugin._after_closure
+
+    def closed(model: Any, optimizer: Any) -> None:
+        after(model, optimizer)
+        if is_spare():
+            for parameter in plugin.main_params(optimizer):
+                parameter.grad = None
+
+    plugin._after_closure = closed  # type: ignore[method-assign]
 
 
 def clip_by_agreed_norm(plugin: Precision, norm: Callable[[], float]) -> None:

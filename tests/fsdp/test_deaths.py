@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from fsdp.deaths import POINTS
+from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -51,3 +52,7 @@ def test_torch_has_the_names_that_a_reset_clears() -> None:
     cleared = inspect.getsource(FSDPParam)
     assert all(name in cleared for name in ("_unsharded_param", "unsharded_accumulated_grad", "grad_offload_event"))
     assert "_fsdp_param_groups" in inspect.getsource(FSDPState)
+
+
+def test_lightning_has_the_name_after_which_a_spare_keeps_its_state() -> None:
+    assert callable(Precision._after_closure)

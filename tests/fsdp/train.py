@@ -145,6 +145,11 @@ class Model(pl.LightningModule):
         self.log("samples", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
         return loss
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        place = getattr(getattr(self.trainer.strategy, "fabric", None), "place", None)
+        norms = [float(local(each.grad).norm()) for each in self.parameters() if each.requires_grad]
+        assert any(norms) == (place is None or place.replica is not None), "a spare has zeros"
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self._loss(batch), sync_dist=True)
         self.log("val_samples", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
@@ -161,6 +166,12 @@ class Model(pl.LightningModule):
         optimizer = torch.optim.AdamW(given, lr=1e-3, eps=self.settings["eps"])
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.99)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def local(tensor: Tensor | None) -> Tensor:
+    """This worker's part of a gradient."""
+    assert tensor is not None
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class Watch(pl.Callback):
