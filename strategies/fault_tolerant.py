@@ -189,6 +189,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         self.parallelism.enter(world)
         if self._session is not None:
             self._session.record_fit()
+            if self._collectives is not None:
+                self._collectives.record_start()
 
     # ---- start
 
@@ -300,7 +302,9 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     def boundary(self, trainer: pl.Trainer) -> None:
         """Enter or leave worlds between steps."""
-        self.collectives.starting = False
+        if self.collectives.starting:
+            self.collectives.starting = False
+            self.collectives.record_start()
         self.session.joins = False
         self._membership.boundary(trainer)
 

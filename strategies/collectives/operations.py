@@ -2,13 +2,15 @@
 
 Before the first training step of a trainer's first ``fit`` their results are also recorded with the coordinator. A
 joiner, whose script runs the same lines alone, reads them there instead of asking members that have long passed these
-lines; where none was recorded it uses its own value.
+lines; where none was recorded it uses its own value, but not while the members are still on their way to these lines:
+a folder that it chose by itself, e.g. for checkpoints, would be another one than theirs.
 """
 
 from __future__ import annotations
 
 import base64
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,11 +26,19 @@ from unicron_lightning.worker.operations import Agreement, unpack_parts
 
 if TYPE_CHECKING:  # it imports this module, by default_group
     from unicron_lightning.strategies.session import Session
+    from unicron_lightning.worker.control.thread import Control
 
 logger = logging.getLogger(__name__)
 
 RECORD_BYTES: Final = 4 << 20
 """Larger results are not recorded; a joiner then uses its own value."""
+
+
+START_SECONDS: Final = 600.0
+"""Longest time for which a joiner waits for a result of members that are in their start."""
+_STARTED: Final = "started"
+_FIRST_PAUSE: Final = 0.02
+_LAST_PAUSE: Final = 0.5
 
 
 class CollectiveInStep(UnicronError):
@@ -63,6 +73,8 @@ class Collectives(OfProcess):
         self.scope = ""
         self.live = True
         self.interrupted: Callable[[], bool] = lambda: False
+        self._passed = False
+        """Whether the members are known to have passed their start."""
 
     @contextmanager
     def refused(self, step: str) -> Iterator[None]:
@@ -96,7 +108,7 @@ class Collectives(OfProcess):
         control = self._session.control
         if not self.live:
             assert control is not None
-            value = control.lookup(key)
+            value = self._recorded(control, key)
             parts = [] if value is None else unpack_parts(base64.b64decode(value))
             wanted = max(1, len(parts)) if number is None else number
             return [*parts[:wanted], *[payload(0)] * (wanted - len(parts))]
@@ -106,6 +118,22 @@ class Collectives(OfProcess):
         elif control is not None and self._session.engine.world.rank == 0:
             control.record(key, base64.b64encode(result).decode(), self._session.engine.world.epoch)
         return unpack_parts(result)
+
+    def record_start(self) -> None:
+        """Record, as the first rank of each epoch after the start, that no more results of the start will be."""
+        session = self._session
+        if session.control is not None and not (self.starting or session.joins) and session.engine.world.rank == 0:
+            session.control.record(_STARTED, "1", session.engine.world.epoch)
+
+    def _recorded(self, control: Control, key: str) -> str | None:
+        """Return what members have recorded; wait while they are in their start."""
+        deadline, pause = time.monotonic() + START_SECONDS, _FIRST_PAUSE
+        while (value := control.lookup(key)) is None and self.records and not self._passed:
+            self._passed = control.lookup(_STARTED) is not None or time.monotonic() > deadline
+            if not self._passed:
+                time.sleep(pause)
+                pause = min(2 * pause, _LAST_PAUSE)
+        return value
 
     def _check_place(self, name: str) -> None:
         running = self._session.engine.running

@@ -147,3 +147,12 @@ def test_mlflow_goes_on_in_the_same_run(tmp_path: Path) -> None:
         losses.setdefault(int(step), set()).add(round(float(value), 6))
     assert sorted(losses) == list(range(steps))
     assert all(len(values) == 1 for values in losses.values())
+
+
+def test_a_worker_that_begins_while_the_first_one_opens_its_folder_has_no_folder_of_its_own(tmp_path: Path) -> None:
+    with Cluster(tmp_path, agents=3, nodes="1:3", script=SCRIPT.with_name("spread.py")) as cluster:
+        assert set(cluster.wait_exit(200).values()) == {0}
+        first = tmp_path / "out" / "lightning_logs" / "version_0"
+        assert {Path(path.read_text()) for path in tmp_path.glob("dirpath-*")} == {first / "checkpoints"}
+        assert [path.name for path in first.parent.iterdir()] == ["version_0"]
+        assert not any("dirpath has changed" in path.read_text() for path in tmp_path.glob("agent-*.log"))
