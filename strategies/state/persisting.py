@@ -137,7 +137,7 @@ class Persisting:
                 for left in (self._replaced, self._due, *(each.removes for each in self._saved)):
                     left[:] = [each for each in left if each != saved.path]
             try:
-                if not writer.wait(IN_FLIGHT - 1, WRITE_SECONDS, saved.path, own=True):
+                if not writer.wait(IN_FLIGHT - 1, WRITE_SECONDS, saved.path):
                     raise OSError("versions before it are not finished")
                 late = self._overlap and strategy.module.automatic_optimization and _continues(trainer)
                 parts = strategy.parallelism.checkpoints.held(checkpoint)

@@ -266,6 +266,29 @@ def test_a_late_writer_with_nothing_to_write_waits_for_no_version_that_was_remov
         each.release()
 
 
+def test_a_worker_that_waits_leaves_versions_without_a_trace_to_others(tmp_path: Path) -> None:
+    """All of them have been written, and removed, before the second rank's writer had started."""
+    first, second = Versions(), Versions()
+    buffers = []
+    for number in (1, 2, 3):
+        for rank, writer in enumerate((first, second)):
+            path = str(tmp_path / f"{number}.ckpt")
+            order = WriteVersion(number=number, name=f"v{number}", path=path, rank=rank, holders=[[0, 1]])
+            order, memories = staged(MemoryPool(), order)
+            buffers += memories
+            writer.add(order, [mmap.mmap(each.descriptor, 0) for each in memories])
+        if number < 3:
+            first.advance()
+            shutil.rmtree(tmp_path / f"{number}.ckpt")
+    assert not second.advance()
+    second.leave_untraced()
+    assert [each.number for each in second.advance()] == [1, 2, 3], "the third one has no trace yet, either"
+    first.leave_untraced()
+    assert [type(each) for each in first.advance()] == [VersionWritten], "it writes the third one itself"
+    for each in buffers:
+        each.release()
+
+
 def test_a_writer_that_is_late_leaves_no_folder_behind(group_of: Any, tmp_path: Path) -> None:
     group = group_of(["a", "b"])
     group.versions[1].gone([0])

@@ -23,6 +23,7 @@ from typing import Any, Final
 from unicron_lightning.checkpoints.messages import (
     Channel,
     FromWriter,
+    LeaveUntraced,
     ToWorker,
     VersionFailed,
     VersionWritten,
@@ -40,6 +41,7 @@ IN_FLIGHT: Final = 4
 """Versions that are written at a time; a further one waits. With ``save_last`` each save makes two."""
 _LOOK_SECONDS: Final = 0.2
 """Seconds between two looks at the members."""
+_PATIENCE_SECONDS: Final = 2.0
 _BESIDE_SECONDS: Final = 0.02
 """Seconds between two looks at the files of other writers, while this process writes."""
 _STARTS: Final = 3
@@ -86,6 +88,8 @@ class WriterProcess:
         """Whether the run ends once its versions are finished."""
         self._told = False
         """Whether the writer knows of it."""
+        self._waited = False
+        """Whether the worker has waited for versions, which the writer does not know yet."""
         self._left = False
         """Whether the writer may have files to delete."""
         self._channel: Channel | None = None
@@ -95,24 +99,23 @@ class WriterProcess:
 
     # ---- called by the training thread
 
-    def wait(self, versions: int, seconds: float, path: str | None = None, *, own: bool = False) -> bool:
+    def wait(self, versions: int, seconds: float, path: str | None = None) -> bool:
         """Wait until at most so many versions are unfinished, and none at this path; return whether that is so.
 
-        Args:
-            versions: number of versions.
-            seconds: most time.
-            path: of a version; None: any.
-            own: leave out versions to which this worker has nothing to add: others may have written and removed them
-                before its writer has started.
+        After `_PATIENCE_SECONDS` the writer leaves versions to others of which it has not found a trace: they may have
+        been written, and removed, before it had started.
         """
 
         def finished() -> bool:
-            orders = [each.order for each in self._versions.values()]
-            there = [order.path for order in orders if not own or any(order.rank in each for each in order.holders)]
+            there = [each.order.path for each in self._versions.values()]
             return len(there) <= versions and path not in there
 
         with self._condition:
-            return self._condition.wait_for(finished, seconds)
+            if self._condition.wait_for(finished, min(seconds, _PATIENCE_SECONDS)):
+                return True
+            self._waited = True
+            os.write(self._wake_write, b"x")
+            return self._condition.wait_for(finished, max(0.0, seconds - _PATIENCE_SECONDS))
 
     def write(
         self,
@@ -188,6 +191,9 @@ class WriterProcess:
                     if not self._told:
                         self._told = True
                         self._channel.send(WriterEnds())
+                if self._waited and self._ready and self._channel is not None:
+                    self._waited = False
+                    self._channel.send(LeaveUntraced())
                 self._report_gone()
                 self._end_late()
                 if self._channel in ready:

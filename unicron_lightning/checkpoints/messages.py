@@ -83,6 +83,10 @@ class WriterEnds(msgspec.Struct, frozen=True, kw_only=True, tag="ends"):
     """The worker's run ends once its versions are finished."""
 
 
+class LeaveUntraced(msgspec.Struct, frozen=True, kw_only=True, tag="untraced"):
+    """The worker waits: versions of which there is no trace, and to which this writer has nothing to add, are over."""
+
+
 class WriterReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """[to the worker] The writer has started."""
 
@@ -107,7 +111,7 @@ class VersionOver(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     number: int
 
 
-ToWriter = WriteVersion | WritersGone | WriterEnds
+ToWriter = WriteVersion | WritersGone | WriterEnds | LeaveUntraced
 ToWorker = VersionWritten | VersionFailed | VersionOver
 FromWriter = ToWorker | WriterReady
 

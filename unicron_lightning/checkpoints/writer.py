@@ -19,7 +19,14 @@ from typing import Final
 
 import torch
 
-from unicron_lightning.checkpoints.messages import Channel, ToWriter, WriterReady, WritersGone, WriteVersion
+from unicron_lightning.checkpoints.messages import (
+    Channel,
+    LeaveUntraced,
+    ToWriter,
+    WriterReady,
+    WritersGone,
+    WriteVersion,
+)
 from unicron_lightning.checkpoints.writing import Versions
 
 _LOOK_SECONDS: Final = 0.05
@@ -47,6 +54,8 @@ def serve(channel: Channel) -> None:
                 versions.add(message, [_mapped(descriptor) for descriptor in descriptors])
             elif isinstance(message, WritersGone):
                 versions.gone(message.number, message.ranks)
+            elif isinstance(message, LeaveUntraced):
+                versions.leave_untraced()
             else:
                 versions.ending = True
         for outcome in versions.advance():

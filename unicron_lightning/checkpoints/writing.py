@@ -24,6 +24,8 @@ class Versions:
         """Versions whose files are still there, for writers that have not noticed."""
         self._complete = 0
         """Number of the newest complete version."""
+        self._untraced = 0
+        """Versions up to this number are not waited for if there is no trace of them."""
 
     def __bool__(self) -> bool:
         return bool(self._versions or self._failed)
@@ -43,6 +45,10 @@ class Versions:
         if number in self._versions:
             self._versions[number][0].gone(ranks)
 
+    def leave_untraced(self) -> None:
+        """Wait for no present version of which there is no trace, and to which this writer has nothing to add."""
+        self._untraced = max(self._versions, default=0)
+
     def advance(self) -> list[ToWorker]:
         """Do what is due now; return the outcomes that are known since.
 
@@ -61,7 +67,8 @@ class Versions:
                 outcomes.append(outcome)
                 del self._versions[number]
         for number, (version, _) in list(self._versions.items()):
-            if (self.ending or number < self._complete) and version.leaves_no_trace():
+            left = self.ending or number < self._complete or number <= self._untraced
+            if left and version.leaves_no_trace():
                 outcomes.append(VersionOver(number=number))
                 del self._versions[number]
         return outcomes
