@@ -148,17 +148,22 @@ def _batches(data: Any, step: int, settings: dict[str, Any]) -> Iterator[tuple[A
 
 
 def _streamed(data: Any, step: int, settings: dict[str, Any]) -> Iterator[tuple[Any, dict[str, torch.Tensor], float]]:
-    """The micro-batches of this replica's stream, and their weights; after its end others with the weight 0."""
+    """The micro-batches of this replica's stream, and their weights; after its end others with the weight 0.
+
+    Megatron divides by all rounds and replicas, and a short step's gradient is the mean over the micro-batches that it
+    has, times its rounds / all rounds.
+    """
     share, replicas = settings["accumulation"], settings["dp"]
     sizes = [len(range(replica, STREAMED, replicas)) // MICRO_BATCH for replica in range(replicas)]
     epoch, within = divmod(step, -(-max(sizes) // share))
     own = parallel_state.get_data_parallel_rank()
     rounds = range(within * share, (within + 1) * share)
     present = [(number, replica) for number in rounds for replica in range(replicas) if number < sizes[replica]]
+    weight = replicas * len({number for number, _ in present}) / len(present)
     for number in rounds:
         runs = (number, own) in present
         batch = default_collate([data[sample] for sample in _mixed(number if runs else 0, own, settings)])
-        yield (1, epoch, within, present.index((number, own)) if runs else 0), batch, float(runs)
+        yield (1, epoch, within, present.index((number, own)) if runs else 0), batch, weight * runs
 
 
 def _mixed(number: int, own: int, settings: dict[str, Any]) -> list[int]:

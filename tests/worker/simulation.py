@@ -212,6 +212,9 @@ class FakeControl:
     def progress(self, step: int, metrics: dict[str, float]) -> None:
         pass
 
+    def record(self, key: str, value: str, epoch: int, *, lasting: bool = False) -> None:
+        self.send(wire.Record(key=key, value=value, epoch=epoch, lasting=lasting))
+
     def send(self, message: wire.Message) -> None:
         broken = isinstance(message, wire.CommError)
         assert self._coordinator.sockets_break or not broken, "fake sockets do not break"
