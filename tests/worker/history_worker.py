@@ -75,7 +75,7 @@ class SimControl(Control):
     """The real one without its socket and thread."""
 
     def __init__(self, worker: SimWorker, on_failure: Callable[[wire.Epoch], None]) -> None:
-        self.worker, self.local_rank, self.is_member = worker.name, 0, False
+        self.worker, self.local_rank, self.is_member, self.fit = worker.name, 0, False, 0
         self.condition = Condition(worker)  # type: ignore[assignment]
         self.task_over = self.flops_per_step = self._monitor = self._latest = self._welcome = self._progress = None
         self.listeners, self._went, self._replies, self._noted = [], {}, {}, {}
