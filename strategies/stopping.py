@@ -78,16 +78,28 @@ def _reached(number: int, limit: int | None) -> bool:
     return limit is not None and limit != -1 and number >= limit
 
 
+class _Surrounded:
+    """A method of a loop that calls functions before and after itself; a copy of the loop has the method alone.
+
+    Args:
+        loop, name: the method.
+        before, after: the functions.
+    """
+
+    def __init__(self, loop: Any, name: str, before: Callable[[], None] | None, after: Callable[[], None]) -> None:
+        self._loop, self._method = loop, getattr(type(loop), name)
+        self._before, self._after = before, after
+
+    def __call__(self, *args: Any) -> None:
+        if self._before is not None:
+            self._before()
+        self._method(self._loop, *args)
+        self._after()
+
+    def __reduce__(self) -> Any:
+        return partial, (self._method, self._loop)
+
+
 def _surround(loop: Any, name: str, *, before: Callable[[], None] | None = None, after: Callable[[], None]) -> None:
     """Have a method of a loop call functions before and after itself, in place of those of an earlier fit."""
-    method = getattr(type(loop), name)
-    setattr(loop, name, partial(_call, partial(method, loop), before, after))
-
-
-def _call(
-    method: Callable[..., None], before: Callable[[], None] | None, after: Callable[[], None], *args: Any
-) -> None:
-    if before is not None:
-        before()
-    method(*args)
-    after()
+    setattr(loop, name, _Surrounded(loop, name, before, after))
