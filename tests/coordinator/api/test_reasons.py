@@ -119,6 +119,26 @@ def test_a_hold_ends_the_task_in_time():
     assert a.last(wire.TaskOver).succeeded is False
 
 
+def test_a_task_that_trains_after_a_hold_is_not_ended_though_its_steps_are_long():
+    world = World(hold_timeout=100)
+    a, b = running(world, 2, nodes=(2, 2))
+    for step in (2, 3):
+        b.die()
+        settle_all(world, a)
+        assert task_status(world.task())["state"] == "holding"
+        world.advance(50)
+        b.rendezvous().boot()
+        settle_all(world, a, b)
+        world.advance(60)
+        a.say(wire.Progress(worker=a.worker(), step=step, metrics={}))
+        world.advance(60)
+        assert task_status(world.task())["state"] == "running"
+    b.die()
+    settle_all(world, a)
+    world.advance(101)
+    assert world.task().over is not None, "the time counts anew from the last hold that a step has ended"
+
+
 @pytest.mark.parametrize("steps", [False, True])
 def test_equal_failures_of_the_only_other_node_end_the_task_when_it_has_left(steps: bool):
     world = World()

@@ -1,7 +1,8 @@
 """Ends a task that holds below its minimum of nodes for too long, or that nothing can lead out of its hold.
 
 A task holds while it has fewer nodes than its minimum: its members wait at a step boundary for another one. The time
-counts until `soon_steps` steps are finished in a row, since a worker that fails at its start does not end the hold.
+counts until `soon_steps` steps are finished in a row, since a worker that fails at its start does not end the hold. A
+task that trains when the time is over, as one with long steps, ends only if it holds again without a further step.
 """
 
 from __future__ import annotations
@@ -18,19 +19,35 @@ from unicron_lightning.coordinator.state import Task
 
 def review(task: Task, turn: Turn) -> None:
     """Start and end the time of a hold; end a task that all other agents have left after equal failures. Idempotent."""
-    holds = task.epoch is not None and task.epoch.hold and task.settled
-    if holds and task.held is not None:
-        task.held = task.held[0], task.committed
-    elif holds and task.over is None:
+    if not _holds(task):
+        if task.held is not None:
+            _follow(task, turn, *task.held)
+        return
+    if task.held is None or (task.committed > task.held[1] and turn.now >= task.held[0] + turn.limits.hold_timeout):
         task.held = turn.now, task.committed
         turn.timer("hold", turn.limits.hold_timeout, task=task.id)
         turn.save(task)
-    elif task.held is not None and (task.committed - task.held[1] >= turn.limits.soon_steps or task.over is not None):
+    task.held = task.held[0], task.committed
+    _due(task, turn)
+    if _holds(task) and not task.finishing and not jobs.is_job(task, turn):
+        _end_if_alone(task, turn)
+
+
+def _holds(task: Task) -> bool:
+    return task.over is None and task.epoch is not None and task.epoch.hold and task.settled
+
+
+def _follow(task: Task, turn: Turn, since: float, step: int) -> None:
+    """End the time of a hold, if the task has trained for some steps after it, or is over."""
+    if task.over is not None or task.committed - step >= turn.limits.soon_steps:
         task.held = None
         turn.cancel("hold", task=task.id)
         turn.save(task)
-    if not holds or task.over is not None or task.finishing or jobs.is_job(task, turn):
-        return
+    elif task.settled and task.committed < step:  # resumed from a checkpoint
+        task.held = since, task.committed
+
+
+def _end_if_alone(task: Task, turn: Turn) -> None:
     inside, last = {member.agent for member in task.members()}, task.severity.latest
     if len(last) < EQUAL_FAILURES or not inside.issuperset(task.agents):
         return
@@ -47,7 +64,7 @@ def restore(task: Task, turn: Turn) -> None:
 
 
 def _due(task: Task, turn: Turn) -> None:
-    if task.held is not None and task.over is None:
+    if task.held is not None and turn.now >= task.held[0] + turn.limits.hold_timeout and _holds(task):
         _end(task, turn, f"for {turn.now - task.held[0]:.0f} s (severity.hold_timeout)")
 
 
