@@ -158,12 +158,14 @@ def test_silent_worker_is_killed_and_started_anew(tmp_path: Path) -> None:
 
 
 def one_error(cluster: Cluster, node: str, *words: str) -> None:
-    """The agent ends with one error that contains all the words."""
+    """The agent ends with one error that contains all the words, in the last line and nowhere before it."""
     assert cluster.agents[node].wait(60) == 1
     log = cluster.log(node)
     errors = [line for line in log.splitlines() if "RendezvousFailed: " in line or "ConfigError: " in line]
     assert len(errors) == 1, log
     assert all(word in errors[0] for word in words), errors[0]
+    sentence = errors[0].partition("Failed: ")[2] or errors[0].partition("Error: ")[2]
+    assert log.count(sentence) == 1 and log.rstrip().endswith(sentence), log
 
 
 def test_wrong_token(tmp_path: Path) -> None:

@@ -148,6 +148,19 @@ def _new(event: ev.Emit, at: float) -> Any:
     return NewEvent(at=at, name=event.name, task=event.task, incident=event.incident, fields=event.fields)
 
 
+async def test_an_open_dialog_follows_its_task_to_the_end(tmp_path):
+    world = World()
+    running(world, 2)
+    async with serving(world, tmp_path) as shell, page_of() as (page, errors):
+        await enter(page, shell)
+        await page.click('tr[data-task="t"]')
+        await page.wait_for_selector('dialog button:has-text("cancel task")')
+        world.do(ev.Cancel(task="t", save=False))
+        await page.wait_for_selector('dialog button:has-text("cancel task")', state="detached")
+        assert "running" not in await page.inner_text("dialog dl")
+        assert errors == []
+
+
 async def test_keys_theme_and_filter(tmp_path):
     world = World()
     running(world, 3)

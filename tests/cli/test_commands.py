@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 
+import aiohttp
 import pytest
-from coordinator.shell import Coordinator, connected, get, train
+from coordinator.shell import Coordinator, connected, get, known, train
 
 from unicron_lightning import wire
+from unicron_lightning.link import open_socket
 from unicron_lightning.local_cluster.processes import free_port
+from unicron_lightning.wire.daemon import NodeHello
 
 
 def unicron(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = "from unicron_lightning.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    own = os.environ.copy()  # not the COLUMNS that readline sets for children of pytest
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, env=own)
 
 
 @pytest.fixture
@@ -113,6 +119,7 @@ async def test_the_state_of_an_ended_coordinator_is_shown(coordinator, tmp_path,
     events = ask("events", "--task", "t")
     assert "task_over succeeded=true" in events.stdout and events.stderr.count("\n") == 1
     assert json.loads(ask("incidents", "--json").stdout)["incidents"] == []
+    assert "succeeded" in ask("jobs").stdout, "of the coordinator that was the last one"
     status = ask("status")
     assert "t" in status.stdout and "succeeded" in status.stdout and status.returncode == 0
 
@@ -247,6 +254,76 @@ def test_wrong_configuration_is_refused_in_words(override, words, tmp_path):
     assert done.returncode in (1, 2)
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+async def test_an_incident_is_a_line_and_ended_tasks_of_a_former_coordinator_are_left_out(
+    coordinator, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    async def say(*words: str, status: int = 0) -> str:
+        endpoint = f"127.0.0.1:{coordinator.port}"
+        done = await asyncio.to_thread(unicron, *words, "--endpoint", endpoint)
+        assert done.returncode == status, done.stderr
+        return done.stdout + done.stderr
+
+    cause = "signal SIGKILL, which nobody on this node has sent, and of which the kernel's log says nothing"
+    async with connected(coordinator.url, "a", "b", nodes=(2, 2)) as (a, b):
+        await train([a, b])
+        await b.say(wire.WorkerDied(worker=b.worker, cause="signal", code=9, at=time.time(), meaning=cause))
+        await a.hear(wire.Epoch)
+        (line,) = [line for line in (await say("incidents")).splitlines() if "i1" in line]
+        assert cause in line and line.rstrip().endswith("open"), "a file or a pipe gets all of it"
+        details = await say("incidents", "--id", "i1")
+        assert details.startswith(f"i1 of task t: {cause}\n") and "; lost 0.00 worker-seconds" in details
+        assert "detection" in details and "failures" in details
+        assert await say("incidents", "--id", "i7", status=2) == "unicron: no incident 'i7'; expected one of: i1\n"
+        report = await say("report", "t", "--out", str(tmp_path / "t.html"))
+        assert ": 1 incident, goodput" in report
+        coordinator.kill()
+        coordinator.start()
+        assert "\ni1 " in await say("incidents"), "a task that has not ended is of this coordinator, too"
+        await say("cancel", "t")
+    assert "cancelled" in await say("jobs")
+    coordinator.kill()
+    coordinator.start()
+    none = "since this coordinator started; --all shows what former ones had\n"
+    assert (await say("jobs"), await say("incidents")) == (f"no jobs {none}", f"no incidents {none}")
+    assert "cancelled" in await say("jobs", "--all") and "\ni1 " in await say("incidents", "--all")
+
+
+async def test_status_shows_the_nodes_that_have_a_daemon(coordinator):
+    async with (
+        aiohttp.ClientSession() as http,
+        await open_socket(http, f"{coordinator.url}/v1/node", known()) as daemon,
+    ):
+        hello = NodeHello(protocol=wire.PROTOCOL_VERSION, node="n7", host="h", pid=1, started_at=1.0, slots=["0", "1"],
+                          tasks=[])  # fmt: skip
+        await daemon.send_str(wire.encode(hello).decode())
+        await daemon.receive_str(timeout=10)
+        done = await asyncio.to_thread(unicron, "status", "--endpoint", f"127.0.0.1:{coordinator.port}")
+    assert (done.returncode, done.stderr) == (0, "") and "no tasks" in done.stdout
+    assert [line.split()[:3] for line in done.stdout.splitlines() if "n7" in line] == [["n7", "h", "ready"]]
+
+
+def test_a_reader_that_closes_the_pipe_ends_any_command_quietly(coordinator):
+    def read_by_none(*words: str) -> subprocess.CompletedProcess[str]:
+        reader, writer = os.pipe()
+        os.close(reader)
+        try:
+            return subprocess.run(
+                [sys.executable, "-m", "unicron_lightning.cli", *words],
+                stdout=writer,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        finally:
+            os.close(writer)
+
+    endpoint = ("--endpoint", f"127.0.0.1:{coordinator.port}")
+    for words in (("--help",), ("coordinator", "--help"), ("coordinator", "--cfg", "job"), ("status", *endpoint)):
+        done = read_by_none(*words)
+        assert (done.returncode, done.stderr) == (0, ""), words
 
 
 async def test_a_report_a_credential_and_the_page_of_a_coordinator(coordinator, tmp_path):

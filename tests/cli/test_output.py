@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from unicron_lightning.cli import main
-from unicron_lightning.cli.incidents import PHASES, _print_table
+from unicron_lightning.cli.incidents import PHASES, _print_details, _print_table
 from unicron_lightning.cli.inspection import _task_table
 from unicron_lightning.cli.jobs import print_jobs
 from unicron_lightning.cli.output import all_visible, console, log_visible, visible
@@ -149,7 +149,8 @@ def test_tables_fit_80_columns_and_cut_nothing(monkeypatch: pytest.MonkeyPatch, 
            "submitted_at": 1.0, "ended_at": None}  # fmt: skip
     cost = {"seconds": 12345.67, "worker_seconds": 76543.21, "waf_seconds": 1.23e15}
     bill = {"task": name, "incident": "i12", "outcome": "recovered", "cause": "worker_died: signal 9", "fault_at": 1.0,
-            "phases": dict.fromkeys(PHASES, cost)}  # fmt: skip
+            "known_at": 1.0, "stepped_at": None, "closed_at": 2.0, "failures": 1, "workers_before": 2,
+            "slots_before": 2, "weight": 1.0, "phases": dict.fromkeys(PHASES, cost)}  # fmt: skip
     task = {**TASK, "members": [{**MEMBER, "worker": worker, "node": node}], "candidates": [], "stragglers": {},
             "agents": [], "last_failure": None, "checkpoint": None,
             "progress": {"step": 1234567, "metrics": {"loss": 2.0}}}  # fmt: skip
@@ -158,13 +159,26 @@ def test_tables_fit_80_columns_and_cut_nothing(monkeypatch: pytest.MonkeyPatch, 
                                "slots": {"0-3": {"assigned": name, "agents": [name]}}}}}  # fmt: skip
     print_jobs([job])
     totals = {"incidents": 1, "unknown_waf": 0, "phases": dict.fromkeys(PHASES, cost)}
-    _print_table({"incidents": [bill], "totals": totals})
+    _print_table({"incidents": [bill, {**bill, "task": "t"}], "totals": totals}, "none")
+    _print_details({"incidents": [bill]}, "i12")
     console().print(_task_table(name, task))
     console().print(picture(all_visible(status), Speeds(), None))
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
-    for word in ("cancelled", "torchrun", "12345.67", "76543.21", "1.23e+15", "recovered", "member", "1234567", "0-3"):
+    cut = [line.split()[0] for line in text.splitlines() if "…" in line]
+    assert cut == ["i12", "i12"], "an incident is a line: the rest of its cause is in its details"
+    for word in (
+        "worker_died: signal 9",
+        "cancelled",
+        "torchrun",
+        "3.43 h",
+        "76543.21",
+        "1.23e+15",
+        "recovered",
+        "member",
+        "1234567",
+        "0-3",
+    ):
         assert word in text, f"in one piece: {word}"
 
 

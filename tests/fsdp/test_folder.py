@@ -59,6 +59,8 @@ def test_safetensors_of_a_file(tmp_path: Path) -> None:
     torch.save({"state_dict": expected.state_dict(), **REST}, tmp_path / "one.ckpt")
     export_checkpoint(tmp_path / "one.ckpt", tmp_path / "one.safetensors")
     assert same(load_file(tmp_path / "one.safetensors"), expected.state_dict())
+    modes = {(tmp_path / f"one.{kind}").stat().st_mode for kind in ("ckpt", "safetensors")}
+    assert len(modes) == 1, "that of the user's umask"
 
 
 def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:

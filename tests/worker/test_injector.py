@@ -292,13 +292,15 @@ def test_a_model_without_gradients_is_spared() -> None:
     corrupt_next_gradient(torch.nn.Linear(1, 1).requires_grad_(False))
 
 
-def test_an_order_strikes_the_worker_it_was_sent_to() -> None:
+def test_an_order_strikes_the_worker_it_was_sent_to(caplog: pytest.LogCaptureFixture) -> None:
     control = FakeControl(True)
     engine = engine_of(control)
-    Injector.of(engine).order(wire.Inject(worker=control.worker, key="order of 1", fault="raise cuda_error rank=all"))
+    words = {"fault": "raise cuda_error rank=all", "ordered": "raise cuda_error rank=0"}
+    Injector.of(engine).order(wire.Inject(worker=control.worker, key="order of 1", **words))
     with pytest.raises(torch.AcceleratorError, match="device-side assert"):
         step(engine, 0)
     assert control.asked[0].key == "order of 1 at rank 0"
+    assert control.asked[0].fault == words["ordered"] and repr(words["ordered"]) in caplog.text, "as it was ordered"
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)

@@ -253,7 +253,9 @@ class AgentThread:
         try:
             await self._session.run()
         except UnicronError as error:
-            logger.error("session_ended agent=%s reason=%s", self._options.agent, error)
+            # Without workers, torchrun ends at once with this very error.
+            level = logging.DEBUG if self._shared.now.grant is None else logging.ERROR
+            logger.log(level, "session_ended agent=%s reason=%s", self._options.agent, error)
             self._shared.update(fatal=error)
 
     async def _nothing_listens(self) -> None:

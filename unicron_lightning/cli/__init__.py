@@ -75,25 +75,34 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: the command line without the program's name; default: the process's.
     """
-    given = sys.argv[1:] if arguments is None else arguments
-    if given[:1] == ["coordinator"]:
-        # All further arguments are Hydra's, --help and --cfg included.
-        from unicron_lightning.coordinator.__main__ import main as run_coordinator
-
-        run_coordinator(given[1:])
-        return
-    own, arguments = run.divided(given)
-    options = _parser().parse_args(own, argparse.Namespace(arguments=arguments))
     try:
-        status: int = options.run(options)
-    except UnicronError as error:
-        print(f"unicron: {visible(str(error), lines=True)}", file=sys.stderr)
-        status = 2
+        status = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
     except BrokenPipeError:
         # The reader, e.g. `head`, has closed the pipe; keep Python from complaining at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     sys.exit(status)
+
+
+def _run(given: list[str]) -> int | str | None:
+    """Run a command; return the status with which it ends, or would end the process itself."""
+    try:
+        if given[:1] == ["coordinator"]:
+            # All further arguments are Hydra's, --help and --cfg included.
+            from unicron_lightning.coordinator.__main__ import main as run_coordinator
+
+            run_coordinator(given[1:])
+            return 0
+        own, arguments = run.divided(given)
+        options = _parser().parse_args(own, argparse.Namespace(arguments=arguments))
+        status: int = options.run(options)
+    except UnicronError as error:
+        print(f"unicron: {visible(str(error), lines=True)}", file=sys.stderr)
+        return 2
+    except SystemExit as ended:  # argparse's and Hydra's, after --help, too
+        return ended.code
+    return status
 
 
 class _Version(argparse.Action):

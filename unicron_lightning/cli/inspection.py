@@ -29,7 +29,7 @@ def _status(options: argparse.Namespace) -> int:
     try:
         answer = fetch(options.endpoint, "/v1/status", access_of(options))
     except CoordinatorUnavailable:
-        jobs = None if options.json else stored(options.endpoint, "/v1/jobs")
+        jobs = None if options.json else stored(options.endpoint, "/v1/jobs", current="1")
         if jobs is None:
             raise
         print_jobs([job for job in jobs if options.task in (None, job["name"])])
@@ -51,6 +51,8 @@ def _status(options: argparse.Namespace) -> int:
         screen.print(f"its state is not being saved: {about['store_error']}", style="red")
     if not tasks:
         screen.print("no tasks")
+    if answer["nodes"]:
+        screen.print(nodes_table(answer["nodes"]))
     for task_id, task in tasks.items():
         screen.print(_task_table(task_id, task))
         if (why := answer["waiting"].get(task_id)) is not None:
@@ -66,6 +68,17 @@ def _status(options: argparse.Namespace) -> int:
         since = time.strftime("%m-%d %H:%M:%S", time.localtime(at))
         screen.print(f"down: {node}, lost at {since}", style="red", highlight=False)
     return 0
+
+
+def nodes_table(nodes: dict[str, Any]) -> Any:
+    """Return the nodes that have a daemon, with their slots, as a table."""
+    shown = table("node", "host", "state", "slot", "has", "agents")
+    for label, node in nodes.items():
+        state = "away" if not node["connected"] else "drained" if node["drained"] else "ready"
+        for place, (slot, about) in enumerate(node["slots"].items()):
+            first = (label, node["host"], state) if place == 0 else ("", "", "")
+            shown.add_row(*first, slot, about["assigned"] or "", " ".join(about["agents"]))
+    return shown
 
 
 def _layout(layout: dict[str, int]) -> str:

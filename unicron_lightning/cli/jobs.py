@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from unicron_lightning.cli.client import access_of, answering, fetch, quoted
 from unicron_lightning.cli.output import console, table, visible
@@ -16,6 +16,8 @@ from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 
 _EXAMPLE = "examples/job.yaml"
 _POLL_SECONDS = 0.5
+ALL: Final = "also of tasks that had ended before this coordinator started"
+NONE: Final = "since this coordinator started; --all shows what former ones had"
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,6 +36,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     cancel.add_argument("--save", action="store_true", help=saves)
     cancel.set_defaults(run=_cancel)
     jobs = commands.add_parser("jobs", parents=[answering()], help="show tasks that wait, run, or have ended")
+    jobs.add_argument("--all", action="store_true", help=ALL)
     jobs.set_defaults(run=_jobs)
 
 
@@ -89,22 +92,27 @@ def _cancel(options: argparse.Namespace) -> int:
 
 
 def _jobs(options: argparse.Namespace) -> int:
-    jobs: list[dict[str, Any]] = ask(options, "/v1/jobs")
+    jobs: list[dict[str, Any]] = ask(options, "/v1/jobs", **current(options))
     if options.json:
         print(json.dumps(jobs, indent=2))
         return 0
-    print_jobs(jobs)
+    print_jobs(jobs, none="no jobs" if options.all else f"no jobs {NONE}")
     return 0
 
 
-def print_jobs(jobs: list[dict[str, Any]]) -> None:
-    """Print a table of jobs, as answered for /v1/jobs."""
+def current(options: argparse.Namespace) -> dict[str, str]:
+    """Return the query for what belongs to the coordinator, unless ``--all`` is given."""
+    return {} if options.all else {"current": "1"}
+
+
+def print_jobs(jobs: list[dict[str, Any]], none: str = "no jobs") -> None:
+    """Print a table of jobs, as answered for /v1/jobs; without any, the text ``none``."""
     shown = table("task", "state", "since", "by", "reason")
     for job in jobs:
         since = time.strftime("%m-%d %H:%M:%S", time.localtime(job["ended_at"] or job["submitted_at"]))
         by = "submit" if job["managed"] else "torchrun"
         shown.add_row(visible(job["name"]), visible(job["state"]), since, by, _lines_of(job["reason"] or ""))
-    console().print(shown if jobs else "no jobs")
+    console().print(shown if jobs else none)
 
 
 def _lines_of(reason: str) -> str:

@@ -7,6 +7,7 @@ of writing, are shown as escapes such as ``\x1b``. Text is never interpreted as 
 from __future__ import annotations
 
 import re
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -43,11 +44,34 @@ def all_visible(value: Any) -> Any:
     return value
 
 
+def duration(seconds: float) -> str:
+    """Return seconds in a readable unit."""
+    if abs(seconds) < 1:
+        return f"{1e3 * seconds:.0f} ms"
+    if abs(seconds) < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if abs(seconds) < 7200 else f"{seconds / 3600:.2f} h"
+
+
+def clock(at: float) -> str:
+    """Return a time.time() as a local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words, e.g. 1 incident, 2 incidents."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def console() -> Console:
     """Return the console for tables; it interprets no markup."""
     from rich.console import Console
 
-    return Console(markup=False, emoji=False)
+    class Pipe(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # for `cli.main`, as of other commands; rich ends the process with status 1
+
+    return Pipe(markup=False, emoji=False)
 
 
 def table(*columns: str, right: tuple[str, ...] = (), **settings: Any) -> Table:

@@ -80,18 +80,25 @@ def _read(endpoint: str, path: str, query: dict[str, str]) -> Any:
 def _answer(database: sqlite3.Connection, path: str, query: dict[str, str]) -> Any:
     from unicron_lightning.coordinator.incidents import accounting
     from unicron_lightning.coordinator.incidents.facts import IncidentClosed
-    from unicron_lightning.coordinator.orders.jobs import job_status, known
+    from unicron_lightning.coordinator.orders.jobs import begins, is_current, job_status, known
     from unicron_lightning.coordinator.storage.store import StoredState
 
     state, task = StoredState(database), query.get("task")
     if path == "/v1/events":
         return state.events(task=task, since=int(query.get("since", "0")))
+    cluster, started_at = state.load(), 0.0
+    if query.get("current") == "1":
+        started_at = max(
+            [each["at"] for each in state.events(name="coordinator_started", newest=True, limit=1)] or [0.0]
+        )
     if path == "/v1/incidents":
+        since = begins(cluster, started_at)
         closed = state.events(task=task, name=IncidentClosed.event)
-        return accounting.book(closed, state.load(), time.time(), only=task)
+        closed = [each for each in closed if each["fields"]["fault_at"] >= since(each["task"] or "")]
+        return accounting.book(closed, cluster, time.time(), only=task)
     assert path == "/v1/jobs"
-    cluster = state.load()
-    return [job_status(cluster, name) for name in known(cluster)]
+    found = [status for name in known(cluster) if (status := job_status(cluster, name)) is not None]
+    return [status for status in found if is_current(status, started_at)]
 
 
 @functools.cache

@@ -8,8 +8,9 @@ import time
 from typing import Any, Final, Literal
 
 from unicron_lightning.cli.client import access_of, connecting, fetch
-from unicron_lightning.cli.output import all_visible, console, table, visible
-from unicron_lightning.coordinator.incidents.record import PHASES
+from unicron_lightning.cli.incidents import incident_table
+from unicron_lightning.cli.inspection import nodes_table
+from unicron_lightning.cli.output import all_visible, console, visible
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 
 
@@ -47,10 +48,12 @@ def _top(options: argparse.Namespace) -> int:
             answer["steps_per_second"] = {task: speeds.of(task) for task in status["tasks"]}
             print(json.dumps(answer, indent=2))
             return 0
-        screen.print(picture(status, speeds, None))
+        screen.print(picture(status, speeds, None, screen.width))
         return 0
     try:
-        with Live(picture(status, speeds, None), console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
+        with Live(
+            picture(status, speeds, None, screen.width), console=screen, screen=screen.is_terminal, auto_refresh=False
+        ) as live:
             while True:
                 time.sleep(options.interval)
                 away = None
@@ -59,7 +62,7 @@ def _top(options: argparse.Namespace) -> int:
                     speeds.update(status, time.monotonic())
                 except CoordinatorUnavailable as error:
                     away = str(error)
-                live.update(picture(status, speeds, away), refresh=True)
+                live.update(picture(status, speeds, away, screen.width), refresh=True)
     except KeyboardInterrupt:
         return 0
 
@@ -100,13 +103,14 @@ class Speeds:
         return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
 
 
-def picture(status: dict[str, Any], speeds: Speeds, away: str | None) -> Any:
+def picture(status: dict[str, Any], speeds: Speeds, away: str | None, width: int = 80) -> Any:
     """Render the screen.
 
     Args:
         status: the coordinator's newest answer.
         speeds: steps per second.
         away: why there is no newer answer, or None.
+        width: columns of the terminal.
     """
     from rich.console import Group
     from rich.text import Text
@@ -116,9 +120,9 @@ def picture(status: dict[str, Any], speeds: Speeds, away: str | None) -> Any:
     parts: list[Any] = [head] if away is None else [Text(visible(away), style="red")]
     parts.append(_tasks(status, speeds) if status["tasks"] else "no tasks")
     if status["nodes"]:
-        parts.append(_nodes(status))
+        parts.append(nodes_table(status["nodes"]))
     if status["newest_incidents"]:
-        parts.append(_incidents(status["newest_incidents"]))
+        parts.append(incident_table(status["newest_incidents"], width))
     if status["drained"]:
         parts.append(f"drained: {', '.join(status['drained'])}")
     parts += [f"{task}: {why}" for task, why in status["waiting"].items()]
@@ -154,28 +158,4 @@ def _tasks(status: dict[str, Any], speeds: Speeds) -> Any:
             "" if task["goodput"] is None else f"{100 * task['goodput']:.1f}%",
             str(task["incidents"]),
         )
-    return shown
-
-
-def _incidents(bills: list[dict[str, Any]]) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("incident", "task", "at", "cause", "detection", "transition", "sub-healthy", "end"):
-        shown.add_column(column)
-    for bill in bills:
-        at = time.strftime("%H:%M:%S", time.localtime(bill["fault_at"]))
-        seconds = [f"{bill['phases'][phase]['seconds']:.2f} s" for phase in PHASES]
-        shown.add_row(bill["incident"], bill["task"], at, bill["cause"], *seconds, bill["outcome"] or "open")
-    return shown
-
-
-def _nodes(status: dict[str, Any]) -> Any:
-    shown = table("node", "host", "state", "slot", "has", "agents")
-    for label, node in status["nodes"].items():
-        state = "away" if not node["connected"] else "drained" if node["drained"] else "ready"
-        for place, (slot, about) in enumerate(node["slots"].items()):
-            first = (label, node["host"], state) if place == 0 else ("", "", "")
-            shown.add_row(*first, slot, about["assigned"] or "", " ".join(about["agents"]))
     return shown

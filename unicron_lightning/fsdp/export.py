@@ -54,7 +54,10 @@ def export_checkpoint(checkpoint: str | Path, output: Path, *, batches: int = 1)
         _count_batches(content, batches)
     unfinished = output.with_name(f"{output.name}.{uuid.uuid4().hex[:8]}.unfinished")
     try:
+        unfinished.touch()
+        mode = unfinished.stat().st_mode  # by the user's umask; safetensors' own files are of mode 0600
         write(_apart(state) if is_model else content, unfinished)
+        unfinished.chmod(mode)
         unfinished.replace(output)
     finally:
         unfinished.unlink(missing_ok=True)

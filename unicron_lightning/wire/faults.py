@@ -43,8 +43,15 @@ class FaultRecorded(Message, frozen=True, kw_only=True, tag="fault_recorded"):
 class Inject(Message, frozen=True, kw_only=True, tag="inject"):
     """[to the worker, if the agent cannot do it] A fault ordered by an operator; ``worker`` None: for the agent
     itself.
+
+    Attributes:
+        worker: its id.
+        key: name of the fault in the task.
+        fault: the fault for this worker, without the order's selectors.
+        ordered: the operator's order, for the logs; empty from older coordinators.
     """
 
     worker: str | None
     key: str
     fault: str
+    ordered: str = ""

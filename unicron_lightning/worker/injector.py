@@ -51,7 +51,7 @@ class Injector:
         self._engine = engine
         self._claim = claim or self._noted
         self._others: Callable[..., None] = engine.fault
-        self._watches: list[tuple[str, FaultTimer]] = []
+        self._watches: list[tuple[str, FaultTimer, Fault]] = []
         self._struck: dict[str, int] = {}
         self._claims = itertools.count(1)
         self._began = time.monotonic()
@@ -69,25 +69,26 @@ class Injector:
             engine.fault = cls(engine)
         return engine.fault
 
-    def add(self, key: str, fault: Fault, seed: int = 0) -> None:
+    def add(self, key: str, fault: Fault, seed: int = 0, ordered: Fault | None = None) -> None:
         """Add a fault to watch for.
 
         Args:
             key: the fault's name in the task; the same in all workers.
             fault: the fault; ignored if it is for another task.
             seed: for random choices, if the fault has no seed of its own.
+            ordered: the fault in the words of an operator, for the logs; None: `fault`.
         """
         own = self._own
         if fault.task not in (None, own.task if own else None):
             return
         start = (self._engine.world.rank, own.round) if own else ()
         watch = FaultTimer(fault, draw(fault, key, seed=seed).random(), draw(fault, key, *start, seed=seed))
-        self._watches = [*self._watches, (key, watch)]
+        self._watches = [*self._watches, (key, watch, ordered or fault)]
 
     def order(self, order: wire.Inject) -> None:
         """From the control thread: add an operator's fault for this worker."""
         try:
-            self.add(order.key, parse(order.fault))
+            self.add(order.key, parse(order.fault), ordered=parse(order.ordered) if order.ordered else None)
         except ConfigError as error:  # sent by a newer coordinator; this thread must survive
             logger.error("fault_unreadable error=%s", error)
 
@@ -98,9 +99,9 @@ class Injector:
         if phase == "micro_batch" and self._started is not None:
             self._took, self._started = now - self._started, None
         point = self._point(phase, where, now)
-        for key, watch in self._watches:
+        for key, watch, named in self._watches:
             if watch.due(point):
-                self._strike(key, watch, point, where)
+                self._strike(key, watch, named, point, where)
         if phase == "forward":
             self._drag(point)
             self._started = time.monotonic()
@@ -126,16 +127,16 @@ class Injector:
             at=now - self._began,
         )
 
-    def _strike(self, key: str, watch: FaultTimer, point: Point, where: tuple[Any, ...]) -> None:
+    def _strike(self, key: str, watch: FaultTimer, named: Fault, point: Point, where: tuple[Any, ...]) -> None:
         fault = watch.fault
         if fault.rank == "all":
             key = f"{key} at rank {point.rank}"
-        if not self._claim(key, fault, point):
+        if not self._claim(key, named, point):
             watch.over = True
             return
         watch.struck += 1
         watch.over = watch.struck == fault.most
-        logger.warning("fault_strikes fault=%r rank=%d step=%d", text(fault), point.rank, point.step)
+        logger.warning("fault_strikes fault=%r rank=%d step=%d", text(named), point.rank, point.step)
         match fault.kind:
             case "kill":
                 os.kill(os.getpid(), fault.signal)

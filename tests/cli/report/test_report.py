@@ -101,6 +101,8 @@ def test_the_page_is_self_contained_and_escaped(world):
     assert text.count("<svg") == 2 and text.count("<polyline") == 2
     ET.fromstring(re.sub(r"<meta[^>]*>", "", text.removeprefix("<!doctype html>\n")))  # well-formed
     assert len(text) < 60_000
+    assert "<td>newest known step</td><td>2999</td>" in text, "the curve's, if it is newer"
+    assert re.search(r"th \{[^}]*overflow-wrap: normal", text), "no heading is divided within a word"
     plain = markdown(story, [(1, 0.5)])
     assert "<script" not in plain and "| incident |" in plain and "| 1 | 0.5 |" in plain
 

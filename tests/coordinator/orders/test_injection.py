@@ -51,6 +51,7 @@ def test_an_order_goes_to_whom_it_strikes(words: str, draw: float, told: dict[in
     order(world, words, draw)
     heard = {place: agent.all(wire.Inject) for place, agent in enumerate(agents)}
     assert {place: (m.worker, m.fault) for place, (m,) in ((p, ms) for p, ms in heard.items() if ms)} == told
+    assert {m.ordered for agent in agents for m in agent.all(wire.Inject)} == {words.replace(" task=t", "")}
     at_once = parse(words).kind in ("kill", "stop", "kill agent", "drop network") and not parse(words).waits
     event = world.event("fault_injected" if at_once else "fault_ordered")
     assert event.fields["fault"] == words

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from unicron_lightning.cli.client import connecting
-from unicron_lightning.cli.report.pages import duration, markdown, page
+from unicron_lightning.cli.output import counted, duration
+from unicron_lightning.cli.report.pages import markdown, page
 from unicron_lightning.cli.report.story import story_of
 from unicron_lightning.cli.stored import ask
 from unicron_lightning.errors import ConfigError
@@ -42,7 +43,7 @@ def _report(options: argparse.Namespace) -> int:
         raise ConfigError(f"--out {out}: {error.strerror or error}") from None
     saved = sum(each.seconds for each in story.saved)
     gain = f", {duration(saved)} saved against restarts" if story.bills else ""
-    print(f"{out}: {len(story.bills)} incidents, goodput {100 * story.goodput:.2f} %{gain}")
+    print(f"{out}: {counted(len(story.bills), 'incident')}, goodput {100 * story.goodput:.2f} %{gain}")
     return 0
 
 

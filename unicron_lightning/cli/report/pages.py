@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import html
-import time
 from collections.abc import Sequence
 from typing import Final
 
-from unicron_lightning.cli.output import visible
+from unicron_lightning.cli.output import clock, duration, visible
 from unicron_lightning.cli.report.story import TaskStory
 from unicron_lightning.coordinator.incidents.record import PHASES
 
@@ -25,37 +24,25 @@ _STYLE: Final = """
 :root { color-scheme: light dark; --text: #1c2430; --back: #fff; --dim: #667085; --line: #dde3ec; --accent: #2f6feb; }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e4e9f1; --back: #10161e; --dim: #93a0b4; --line: #2a3442; --accent: #6aa1ff; } }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 900px; margin: 30px auto; padding: 0 20px; color: var(--text);
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 30px auto; padding: 0 20px; color: var(--text);
   background: var(--back); }
 h1 { font-size: 24px; } h2 { font-size: 17px; margin-top: 30px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
-th { color: var(--dim); font-weight: 500; } .n { text-align: right; font-variant-numeric: tabular-nums; }
+th { color: var(--dim); font-weight: 500; overflow-wrap: normal; }
+.n { text-align: right; font-variant-numeric: tabular-nums; }
 .dim { color: var(--dim); } .bar { display: flex; height: 20px; border-radius: 5px; overflow: hidden; margin: 10px 0; }
 svg { width: 100%; height: auto; } svg text { fill: var(--dim); font-size: 11px; } svg .axis { stroke: var(--line); }
 svg .line { fill: none; stroke: var(--accent); stroke-width: 1.6; }
 """
 
 
-def duration(seconds: float) -> str:
-    """Return seconds in a readable unit."""
-    if abs(seconds) < 1:
-        return f"{1e3 * seconds:.0f} ms"
-    if abs(seconds) < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if abs(seconds) < 7200 else f"{seconds / 3600:.2f} h"
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
-
-
-def _facts(story: TaskStory) -> list[tuple[str, str]]:
+def _facts(story: TaskStory, losses: Sequence[tuple[int, float]]) -> list[tuple[str, str]]:
     saved = sum(each.seconds for each in story.saved)
-    known = story.steps[-1][1] if story.steps else None
+    known = max([*(step for _, step in story.steps), *(step for step, _ in losses)], default=None)
     rows = [
-        ("began", _clock(story.began)),
-        ("ended", "not yet" if story.outcome is None else f"{_clock(story.ended)}, {story.outcome}"),
+        ("began", clock(story.began)),
+        ("ended", "not yet" if story.outcome is None else f"{clock(story.ended)}, {story.outcome}"),
         ("reason", visible(story.reason)),
         ("duration", duration(story.ended - story.began)),
         ("newest known step", "" if known is None else str(known)),
@@ -73,7 +60,7 @@ def _incidents(story: TaskStory) -> list[list[str]]:
         phases = [duration(bill["phases"][phase]["seconds"]) for phase in PHASES]
         would = duration(saved.repeated + (saved.start_up or 0.0))
         gain = "restarted" if saved.restarted else duration(saved.seconds)
-        cells = [bill["incident"], _clock(bill["fault_at"]), visible(bill["cause"])[:200], *phases]
+        cells = [bill["incident"], clock(bill["fault_at"]), visible(bill["cause"])[:200], *phases]
         rows.append([*cells, bill["outcome"] or "open", would, gain])
     return rows
 
@@ -104,7 +91,7 @@ def markdown(story: TaskStory, losses: Sequence[tuple[int, float]]) -> str:
     def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "\n".join([row(heads), row(["---"] * len(heads)), *map(row, rows)])
 
-    parts = [f"# Task {row([story.task])[2:-2]}", table(("", ""), _facts(story))]
+    parts = [f"# Task {row([story.task])[2:-2]}", table(("", ""), _facts(story, losses))]
     kinds = [
         (kind, duration(value), f"{100 * value / max(1e-9, story.ended - story.began):.2f} %")
         for kind, value in story.kinds.items()
@@ -113,7 +100,7 @@ def markdown(story: TaskStory, losses: Sequence[tuple[int, float]]) -> str:
     if story.world:
         parts += [
             "## World",
-            table(("from", "workers"), [(_clock(at), str(workers)) for at, workers in story.world[-50:]]),
+            table(("from", "workers"), [(clock(at), str(workers)) for at, workers in story.world[-50:]]),
         ]
     if losses:
         parts += [
@@ -127,7 +114,12 @@ def markdown(story: TaskStory, losses: Sequence[tuple[int, float]]) -> str:
 
 def page(story: TaskStory, losses: Sequence[tuple[int, float]]) -> str:
     """Return the report as HTML; arguments as those of `markdown`."""
-    parts = [f"<h1>Task {_text(story.task)}</h1>", _table(("", ""), _facts(story)), "<h2>Time</h2>", _bar(story)]
+    parts = [
+        f"<h1>Task {_text(story.task)}</h1>",
+        _table(("", ""), _facts(story, losses)),
+        "<h2>Time</h2>",
+        _bar(story),
+    ]
     if story.world:
         parts += ["<h2>Workers over time</h2>", _world_chart(story)]
     if losses:
@@ -207,7 +199,7 @@ def _world_chart(story: TaskStory) -> str:
         before = workers
     line.append(f"{across(story.ended):.1f},{up(before):.1f}")
     body = "".join(marks) + f'<polyline class="line" points="{" ".join(line)}"/>'
-    return _frame(body, "0", f"{most} workers", _clock(story.began), _clock(story.ended))
+    return _frame(body, "0", f"{most} workers", clock(story.began), clock(story.ended))
 
 
 def _loss_chart(losses: Sequence[tuple[int, float]]) -> str:

@@ -58,6 +58,10 @@ def _number(word: str, digits: int = 6) -> int | None:
     return int(word) if word.isascii() and word.isdecimal() and len(word) <= digits else None
 
 
+def _current(request: web.Request) -> bool:
+    return request.query.get("current") == "1"
+
+
 def _plain(word: str) -> str:
     """Return a word of a request as given, or quoted and shortened if it is long or not printable."""
     return word if len(word) <= 20 and word.isprintable() else shortened(word)
@@ -150,14 +154,21 @@ class Api:
         return web.json_response({**answer, **cluster_status(machine.cluster)})
 
     async def _get_incidents(self, request: web.Request) -> web.Response:
-        """Return the cost of failures; ``?task=`` selects one task, ``?limit=N`` the newest N closed incidents."""
+        """Return the cost of failures; ``?task=`` selects one task, ``?limit=N`` the newest N closed incidents.
+
+        ``?current=1`` leaves out tasks that had ended before this coordinator started.
+        """
         only, limit = request.query.get("task"), _number(request.query.get("limit", str(_MOST_INCIDENTS)))
         if limit is None:
             error = f"limit={shortened(request.query['limit'])}: expected a number of up to 6 digits"
             return web.json_response({"error": error}, status=400)
         most = min(limit, _MOST_INCIDENTS)
+        cluster = self._shell.machine.cluster
         closed = self._shell.store.events(task=only, name=IncidentClosed.event, limit=most, newest=True)
-        return web.json_response(accounting.book(closed, self._shell.machine.cluster, self._shell.now(), only=only))
+        if _current(request):
+            begins = jobs.begins(cluster, self._shell.started_at)
+            closed = [each for each in closed if each["fields"]["fault_at"] >= begins(each["task"] or "")]
+        return web.json_response(accounting.book(closed, cluster, self._shell.now(), only=only))
 
     async def _get_checkpoints(self, request: web.Request) -> web.Response:
         """Return the versions of a task's state, see `versions_of`."""
@@ -267,10 +278,13 @@ class Api:
             return web.json_response({"error": f"no job {name!r} is known"}, status=404)
         return web.json_response(status)
 
-    async def _get_jobs(self, _request: web.Request) -> web.Response:
-        """Return all known jobs and tasks."""
-        cluster = self._shell.machine.cluster
-        return web.json_response([_job(cluster, name) for name in jobs.known(cluster)])
+    async def _get_jobs(self, request: web.Request) -> web.Response:
+        """Return all known jobs and tasks; ``?current=1``: without those that had ended before this coordinator
+        started.
+        """
+        cluster, since = self._shell.machine.cluster, self._shell.started_at if _current(request) else 0.0
+        found = [status for name in jobs.known(cluster) if (status := _job(cluster, name)) is not None]
+        return web.json_response([status for status in found if jobs.is_current(status, since)])
 
     async def _post_drain(self, request: web.Request) -> web.Response:
         """``drain`` or ``undrain`` a node, or an agent by its id."""

@@ -4,7 +4,7 @@
 (() => {
   const { el, byId } = View;
   const tasks = new Map(), nodes = new Map(), losses = new Map();
-  let cluster = null, incidents = [], stream = null, known = "", drawn = false;
+  let cluster = null, incidents = [], stream = null, known = "", drawn = false, redraw = null;
   const changedTasks = new Set(), changedNodes = new Set();
   const KEY = "unicron-key";
 
@@ -114,6 +114,7 @@
     View.sync(byId("task-rows"), shownTasks, (name) => View.taskRow(name, tasks.get(name), losses.get(name) || [], () => showTask(name)), changedTasks);
     View.sync(byId("nodes"), shownNodes, (name) => View.nodeButton(name, nodes.get(name), () => showNode(name)), changedNodes);
     changedTasks.clear(); changedNodes.clear();
+    if (redraw && byId("dialog").open) redraw();
     byId("nodes").classList.toggle("many", nodes.size > View.MANY);
     byId("no-tasks").hidden = shownTasks.length > 0;
     byId("no-nodes").hidden = shownNodes.length > 0;
@@ -138,8 +139,10 @@
 
   // ---- dialogs -------------------------------------------------------------------------------------------------
 
-  function show(title, content, buttons, small = false) {
+  // redrawn: called after each change while the dialog is open
+  function show(title, content, buttons, small = false, redrawn = null) {
     const dialog = byId("dialog");
+    redraw = redrawn;
     const close = el("button", { text: "close", on: { click: () => dialog.close() } });
     byId("dialog-body").replaceChildren(el("h2", { id: "dialog-title", text: title }), ...content, el("div", { class: "buttons" }, ...buttons, close));
     dialog.className = small ? "small" : "";
@@ -170,20 +173,26 @@
     const order = (verb) => el("button", { class: verb === "drain" ? "danger" : "", text: `${verb}…`, on: { click: () =>
       confirmThen(verb === "drain" ? `Drain node ${name}? Its workers leave after the current step.` : `Undrain node ${name}?`, `/v1/nodes/${part(name)}/${verb}`) } });
     const cells = node.cells.map(([slot, task, state]) => `${slot ? `slot ${slot}: ` : ""}${task || "no task"}, ${state}`).join("\n");
+    const known = JSON.stringify(node);
     show(`Node ${name}`, [View.facts([["state", node.state], ["host", node.host], ["daemon", node.daemon ? "yes" : "no"],
       ["why", node.why], ["health problems", node.problems.join(", ")]]), el("pre", { text: cells || "no slots" })],
-      [node.state === "drained" ? order("undrain") : order("drain")]);
+      [node.state === "drained" ? order("undrain") : order("drain")], false,
+      () => { if (JSON.stringify(nodes.get(name)) !== known) showNode(name); });
   }
 
-  function showTask(name) {
-    const task = tasks.get(name);
-    if (!task) return;
-    const rows = View.facts([["state", task.state], ["why", task.why], ["plan and reason", View.reason(task)], ["life, epoch", `${task.life}, ${task.epoch} (${task.kind || "none"})`],
+  function taskFacts(task) {
+    return View.facts([["state", task.state], ["why", task.why], ["plan and reason", View.reason(task)], ["life, epoch", `${task.life}, ${task.epoch} (${task.kind || "none"})`],
       ["workers", `${task.workers} of ${task.world} alive`], ["lost ranks", task.lost_ranks.join(", ")], ["replicas", task.replicas],
       ["slots", `${task.slots}, at most ${task.limit}`], ["step", task.step], ["step time", View.seconds(task.step_seconds)],
       ["weighted FLOP/s", View.number(task.waf)], ["loss", View.number(task.loss, 6)], ["goodput", View.share(task.goodput)],
       ["newest checkpoint", task.checkpoint === null ? null : `step ${task.checkpoint}`],
       ["last failure", task.failure && `${task.failure.kind} on ${task.failure.node}: ${task.failure.cause}`]]);
+  }
+
+  function showTask(name) {
+    const task = tasks.get(name);
+    if (!task) return;
+    const facts = el("div", {}, taskFacts(task));
     const size = el("input", { type: "number", min: task.nodes[0], max: task.nodes[1], value: task.target ?? task.limit, "aria-label": "nodes" });
     const resize = el("button", { text: "resize…", on: { click: () =>
       confirmThen(`Resize task ${name} to ${size.value} nodes after the current step?`, `/v1/tasks/${part(name)}/resize?nodes=${part(size.value)}`) } });
@@ -197,8 +206,14 @@
         confirmThen(`Inject "${fault.value}" into task ${name}?`, `/v1/tasks/${part(name)}/inject`, JSON.stringify({ fault: fault.value })) } }));
     }
     const log = el("div", {});
-    buttons.push(el("button", { text: "newest events", on: { click: () => events(log, `/v1/events?task=${part(name)}&newest=100`) } }));
-    show(`Task ${name}`, [rows, log], buttons);
+    const newest = el("button", { text: "newest events", on: { click: () => events(log, `/v1/events?task=${part(name)}&newest=100`) } });
+    let last = task;
+    show(`Task ${name}`, [facts, log], [...buttons, newest], false, () => {
+      const now = tasks.get(name) || { ...last, state: "ended", over: last.over || "" };
+      facts.replaceChildren(taskFacts(now));
+      if (now.over !== null) for (const each of buttons) each.remove();
+      last = now;
+    });
   }
 
   async function events(into, path) {

@@ -82,7 +82,8 @@ def order(task: Task, turn: Turn, event: ev.InjectFault) -> None:
         # The target is addressed directly, so the fault's own selectors are dropped.
         here = replace(fault, task=None, node=None, rank=None if fault.kind == "kill coordinator" else "all")
         worker = None if target == agent.id else target
-        turn.send(agent, wire.Inject(worker=worker, key=f"order of {turn.now:.6f}", fault=text(here)))
+        named = text(replace(fault, task=None))
+        turn.send(agent, wire.Inject(worker=worker, key=f"order of {turn.now:.6f}", fault=text(here), ordered=named))
 
 
 def due(task: Task, turn: Turn, agent: Agent, message: wire.FaultDue) -> None:

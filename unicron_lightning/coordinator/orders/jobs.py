@@ -8,7 +8,7 @@ reached, or when a task that it comes after does not succeed. Before all of thes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -169,6 +169,24 @@ def job_status(cluster: Cluster, name: str) -> dict[str, Any] | None:
                 "managed": job is not None}  # fmt: skip
     result = result_of(cluster.lasting, name)
     return None if result is None else msgspec.structs.asdict(result)
+
+
+def begins(cluster: Cluster, started_at: float) -> Callable[[str], float]:
+    """Return the time from which a task belongs to the coordinator that started at ``started_at``.
+
+    That is its own beginning, if it has not ended before, else the coordinator's.
+    """
+    found: dict[str, float] = {}
+    for name in known(cluster):
+        status = job_status(cluster, name)
+        if status is not None and is_current(status, started_at):
+            found[name] = min(started_at, status["submitted_at"])
+    return lambda name: found.get(name, started_at)
+
+
+def is_current(status: Mapping[str, Any], started_at: float) -> bool:
+    """Whether a job, as described by `job_status`, had not ended before ``started_at``."""
+    return status["ended_at"] is None or status["ended_at"] >= started_at
 
 
 # ---- time limits -----------------------------------------------------------------------------------------------------
