@@ -96,6 +96,28 @@ def test_agents_death_takes_its_workers(tmp_path: Path) -> None:
         assert [cluster.agents["node0"].wait(60), cluster.agents[third].wait(60)] == [0, 0]
 
 
+def test_a_resize_takes_the_node_whose_worker_restarts_and_its_reason_is_the_order(tmp_path: Path) -> None:
+    with Cluster(tmp_path, "toy_worker.py", "1:3", slot=0) as cluster:
+        oldest = cluster.add_node()
+        cluster.wait_notes(1, "go", world=1)
+        cluster.add_node()
+        cluster.add_node()
+        cluster.wait_notes(3, "go", world=3)
+        victim = workers_of(cluster.agents[oldest].pid)[0].pid
+        (tmp_path / "hold").touch()
+        kill(victim)
+        survivors = {note["pid"] for note in cluster.wait_notes(2, "epoch", kind="fail")}
+        cluster.wait_notes(2, "go", number=cluster.notes("epoch", kind="fail")[0]["number"])
+        assert cluster.unicron("resize", cluster.task, "2").stdout == f"{cluster.task}: 2 nodes\n"
+        (revoked,) = until("the end of its slot", lambda: cluster.events("slot_revoked"))
+        assert revoked["fields"]["node"] == oldest
+        assert revoked["fields"]["reason"] == f"task {cluster.task} was resized to 2 nodes by order"
+        (tmp_path / "hold").unlink()
+        (tmp_path / "finish").touch()
+        assert list(cluster.wait_exit(60).values()) == [0, 0, 0]
+        assert {note["pid"] for note in cluster.notes("finished")} == survivors
+
+
 def test_clean_end_leaves_nothing(tmp_path: Path) -> None:
     with Cluster(tmp_path, "toy_worker.py", "2") as cluster:
         cluster.add_node()

@@ -1,7 +1,7 @@
 """A worker that recovers in process, without torch: speaks the protocol and notes the messages it receives.
 
 Usage: toy_worker.py FOLDER. It appends one JSON line per event to FOLDER/events.jsonl and succeeds once FOLDER/finish
-exists (members) or the task is over (others).
+exists (members) or the task is over (others). It does not start while FOLDER/hold exists.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class ToyWorker:
 
     def run(self) -> None:
         env = self.env
+        while (self.folder / "hold").exists():
+            time.sleep(0.02)
         self.note("started", rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]), agent_pid=os.getppid())
         self.say(wire.WorkerHello(worker=env.worker, local_rank=env.local_rank, pid=os.getpid(), capacity=8))
         threading.Thread(target=self.beat, daemon=True).start()

@@ -58,11 +58,6 @@ def clock(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number of things in words, e.g. 1 incident, 2 incidents."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def console() -> Console:
     """Return the console for tables; it interprets no markup."""
     from rich.console import Console

@@ -19,6 +19,7 @@ from unicron_lightning.coordinator.allocation.places import (
 from unicron_lightning.coordinator.incidents.facts import Fact
 from unicron_lightning.coordinator.severity.rules import Decision
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
+from unicron_lightning.wire.fields import counted
 
 
 class Turn:
@@ -122,13 +123,20 @@ class Turn:
     def why_without_workers(self, agent: Agent) -> str:
         """Explain, for messages, why the agent must not have workers any more."""
         if not self.drains(agent):
-            return "the task has nodes enough"
+            return self._resized(agent) or "the task has nodes enough"
         if agent.departing:
             return "the agent was asked to end"
         if agent.place is None or not is_elsewhere(self._cluster, agent):
             return f"node {agent.node} {'is cordoned' if agent.node in self.lasting.cordoned else 'drains'}"
         other = self.lasting.assigned.get(agent.place)
-        return f"the plan gives {agent.place} to {f'task {other}' if other else 'nobody'}"
+        return self._resized(agent) or f"the plan gives {agent.place} to {f'task {other}' if other else 'nobody'}"
+
+    def _resized(self, agent: Agent) -> str | None:
+        """Name an operator's order by which the agent's task has more slots than it may; None without one."""
+        task = self.tasks[agent.task]
+        if task.target is None or len(task.slots) <= task.target:
+            return None
+        return f"task {task.id} was resized to {counted(task.target, 'node')} by order"
 
     def save_lasting(self) -> None:
         """Have `state.Lasting` written before any message of this turn is sent."""

@@ -92,6 +92,11 @@ def check_report(state: dict[str, Any]) -> None:
             raise ValueError(f"expected {name} to be a list of whole numbers from 0, got {shortened(numbers)}")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words, e.g. 1 incident, 2 incidents."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def shortened(value: object, most: int = 80) -> str:
     """A value as ASCII on one line, for errors and logs; long values are truncated."""
     if isinstance(value, str):

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from unicron_lightning.cli.client import connecting
-from unicron_lightning.cli.output import counted, duration
+from unicron_lightning.cli.output import duration
 from unicron_lightning.cli.report.pages import markdown, page
 from unicron_lightning.cli.report.story import story_of
 from unicron_lightning.cli.stored import ask
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.wire.fields import counted
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -10,6 +10,7 @@ from unicron_lightning.coordinator.allocation.places import is_drained, usable_p
 from unicron_lightning.coordinator.membership.replicas import fewest
 from unicron_lightning.coordinator.orders.operator import drained
 from unicron_lightning.coordinator.state import Cluster, Task
+from unicron_lightning.wire.fields import counted
 
 _NAMED: Final = 3
 """Most workers that a reason names."""
@@ -36,7 +37,7 @@ def staying(cluster: Cluster) -> dict[str, str]:
         others, need = len(task.slots) - len(out), fewest(task)
         if task.over is None and out and others < need:
             has = "no other has" if not others else "1 other has" if others == 1 else f"{others} others have"
-            reason = f"task {task.id} needs at least {_number(need, 'node')}, {has} its workers"
+            reason = f"task {task.id} needs at least {counted(need, 'node')}, {has} its workers"
             found |= {
                 name: reason for agent in out for name in (agent.node, agent.id) if name in drained(cluster.lasting)
             }
@@ -62,7 +63,7 @@ def _why_waiting_in_epoch(task: Task, epoch: wire.Epoch) -> str | None:
     failed = task.severity.latest
     last = f"; last failure, on {failed[-1].node}: {failed[-1].cause or failed[-1].kind}" if failed else ""
     ends = "another node joins, it is resized, or severity.hold_timeout has passed"
-    return f"holds below its minimum: needs {_number(task.min_nodes, 'node')}, has {here}, until {ends}{last}"
+    return f"holds below its minimum: needs {counted(task.min_nodes, 'node')}, has {here}, until {ends}{last}"
 
 
 def _why_starting(task: Task) -> str | None:
@@ -72,7 +73,7 @@ def _why_starting(task: Task) -> str | None:
         return "starting: no worker has reported yet (those of a script without the strategy do not)"
     expected = sum(task.agents[agent].local_world or 1 for agent in task.slots)
     ready = sum(worker.built for worker in task.workers.values())
-    return f"starting: {ready} of {_number(expected, 'worker')} ready"
+    return f"starting: {ready} of {counted(expected, 'worker')} ready"
 
 
 def _why_queued(cluster: Cluster, task: Task) -> str:
@@ -89,11 +90,11 @@ def _why_queued(cluster: Cluster, task: Task) -> str:
         without = [f"drained: {', '.join(out)}"] if out else []
         if lost := sorted(lost_nodes(cluster)):
             without.append(f"lost: {', '.join(lost)}")
-        usable = f"{_number(len(places), 'slot')} {'is' if len(places) == 1 else 'are'} usable"
-        return f"needs {_number(need, 'node')}, {'; '.join([usable, *without])}"
+        usable = f"{counted(len(places), 'slot')} {'is' if len(places) == 1 else 'are'} usable"
+        return f"needs {counted(need, 'node')}, {'; '.join([usable, *without])}"
     users = Counter(owner for place in places if (owner := assigned.get(place)) and owner != task.id)
     used = ", ".join(f"{name} ({number})" for name, number in sorted(users.items()))
-    return f"needs {_number(need, 'node')}, the plan gives {_number(len(places), 'usable slot')} to {used or 'no task'}"
+    return f"needs {counted(need, 'node')}, the plan gives {counted(len(places), 'usable slot')} to {used or 'no task'}"
 
 
 def _why_forming(cluster: Cluster, task: Task) -> str:
@@ -102,9 +103,5 @@ def _why_forming(cluster: Cluster, task: Task) -> str:
     out = [agent for agent in task.agents.values() if is_drained(cluster, agent)]
     barred = [f"{agent.node} is barred: {agent.barred}" for agent in task.agents.values() if agent.barred]
     drains = [f"drained: {', '.join(sorted({agent.node for agent in out}))}"] if out else []
-    here = f"{_number(len(waiting), 'node')} {'waits' if len(waiting) == 1 else 'wait'}"
-    return "; ".join([f"needs {_number(fewest(task), 'node')}, {here}", *drains, *barred])
-
-
-def _number(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+    here = f"{counted(len(waiting), 'node')} {'waits' if len(waiting) == 1 else 'wait'}"
+    return "; ".join([f"needs {counted(fewest(task), 'node')}, {here}", *drains, *barred])
