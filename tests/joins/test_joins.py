@@ -10,6 +10,7 @@ import pytest
 import torch
 from joins.running import Site, first_step, results, site
 from joins.scripts import LOST, SCRIPTS
+from joins.spread import WORKERS
 from joins.walk import unequal
 from joins.worker import script_of, train
 
@@ -46,6 +47,17 @@ def test_a_joiner_has_what_members_have(name: str, place: Site, tmp_path: Path) 
     assert len(ends) == 2 and sum(each["replaces"] for each in ends) == 1
     alone = train(script_of(name), tmp_path, alone=True)["end"]
     assert [far(each["end"], alone) for each in ends] == [{}, {}]
+
+
+@pytest.mark.parametrize("name", chosen([f"spread-{seed}" for seed in range(50)]))
+def test_workers_that_begin_apart_save_in_one_folder(name: str, place: Site) -> None:
+    """No worker chooses a run's folder before the task has one."""
+    folder = place.run(name, "joins.spread", workers=WORKERS)
+    first = folder / "out" / "lightning_logs" / "version_0"
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+    assert {path.read_text() for path in folder.glob("saves-in-*")} == {str(first / "checkpoints")}
+    assert (folder / "killed").exists() and (first / "metrics.csv").stat().st_size
+    assert "dirpath has changed" not in place.log(name)
 
 
 @pytest.mark.parametrize("name", [*LOST, *chosen(RANDOMLY_LOST)])
