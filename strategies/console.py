@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 from typing import Final
 
 import lightning.pytorch as pl
@@ -35,8 +36,8 @@ class Announcements:
     def __init__(self) -> None:
         self._world = World(epoch=0, kind="init", rank=0, size=1, hold=False)
         self._ends: dict[str, str] = {}
-        self._absent: set[str] = set()
-        """Nodes that were lost, or whose workers were members and have left."""
+        self._absent: Counter[str] = Counter()
+        """Number of workers of each node that were members and have left, or were lost."""
 
     def take(self, notice: wire.Notice) -> None:
         """[any thread] Remember how a worker ended."""
@@ -45,15 +46,16 @@ class Announcements:
             self._ends = dict([*self._ends.items(), (fact.worker, f"failed: {fact.cause}")][-_KEPT:])
         elif isinstance(fact, WorkerDeath) and fact.cause != REPORTED:
             self._ends = dict([*self._ends.items(), (fact.worker, _how(fact))][-_KEPT:])
-        elif isinstance(fact, AgentLoss):
-            self._absent = self._absent | {fact.node}
+        elif isinstance(fact, AgentLoss) and not any(_agent(worker) == fact.agent for worker in self._world.workers):
+            self._absent = self._absent | Counter([fact.node])
 
-    def line(self, world: World, step: int) -> str | None:
+    def line(self, world: World, step: int, *, spares: int = 0) -> str | None:
         """Return the line of a change; None if there is none, or another worker of this agent prints it.
 
         Args:
             world: entered now.
             step: finished optimizer steps.
+            spares: members of ``world`` that wait for partners, and so are in no replica of the model.
         """
         before, self._world = self._world, world
         if before.epoch in (0, world.epoch) or not world.workers:
@@ -62,16 +64,19 @@ class Announcements:
             return f"the task pauses: step {step} is saved" if _is_first_of_agent(world) else None
         gone = [rank for rank, worker in enumerate(before.workers) if worker not in world.workers]
         new = [rank for rank, worker in enumerate(world.workers) if worker not in before.workers]
-        absent = self._absent
-        self._absent = (absent | {before.nodes[rank] for rank in gone}) - set(world.nodes)
-        parts = _ends(before, gone, self._ends) if world.kind == "fail" else _left(before, gone)
-        parts += _arrivals(world, new, absent)
+        left, came = Counter(before.nodes[rank] for rank in gone), Counter(world.nodes[rank] for rank in new)
+        back = came & self._absent
+        self._absent = self._absent - back + left
+        parts = _ends(before, gone, self._ends) if world.kind == "fail" else _moved(left, world.nodes, "left")
+        here = [node for rank, node in enumerate(world.nodes) if rank not in new]
+        parts += [*_moved(back, here, "back"), *_moved(came - back, [*here, *back], "joined")]
         if not _is_first_of_agent(world) or not (parts or world.kind == "fail"):
             return None
         if world.kind != "fail":
             held = ", held below the minimum" if world.hold else ""
-            return f"{'; '.join(parts)}: {_workers(world.size)}{held}"
-        parts = [*parts, f"{_workers(world.size)} left"] if gone else [f"connections of {_workers(world.size)} renewed"]
+            return f"{'; '.join(parts)}: {_workers(world.size, spares)}{held}"
+        rest = f"{_workers(world.size, spares, ' left')}"
+        parts = [*parts, rest] if gone else [f"connections of {_workers(world.size)} renewed"]
         return "; ".join([*parts, "held below the minimum" if world.hold else f"step {step} continues"])
 
 
@@ -94,10 +99,26 @@ def take_over_bar(trainer: pl.Trainer) -> None:
         return  # it is created when the loops begin
     if isinstance(bar, RichProgressBar):
         bar._init_progress(trainer)
+        if trainer.training:
+            bar.train_progress_bar_id = bar._add_task(
+                _total(trainer), bar._get_train_description(trainer.current_epoch)
+            )
     elif isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
         bar.train_progress_bar = bar.init_train_tqdm()
-        bar.train_progress_bar.total = convert_inf(bar.total_train_batches)
+        bar.train_progress_bar.total = convert_inf(_total(trainer))
         bar.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
+
+
+def _total(trainer: pl.Trainer) -> int | float:
+    """Return the number of batches in the data epoch, as a bar has it that is made at its start.
+
+    Without ``max_epochs`` the bar ends at ``max_steps``; Lightning's `total_train_batches` counts those from now on.
+    """
+    batches: int | float = trainer.num_training_batches
+    if trainer.max_epochs != -1 or trainer.max_steps <= 0:
+        return batches
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    return min(batches, done + trainer.max_steps - trainer.global_step)
 
 
 def _how(death: WorkerDeath) -> str:
@@ -113,26 +134,37 @@ def _ends(before: World, gone: list[int], ends: dict[str, str]) -> list[str]:
     return lines if len(lines) <= _NAMED else [*lines[:_NAMED], f"{len(lines) - _NAMED} other ranks were lost"]
 
 
-def _left(before: World, gone: list[int]) -> list[str]:
-    nodes = list(Counter(before.nodes[rank] for rank in gone))
-    return [f"{_nodes(nodes)} left"] if nodes else []
+def _moved(numbers: Counter[str], here: Collection[str], how: str) -> list[str]:
+    """Say how workers of nodes have left or come: by the node, unless other workers of it were or are members.
 
-
-def _arrivals(world: World, new: list[int], absent: set[str]) -> list[str]:
-    nodes = list(Counter(world.nodes[rank] for rank in new))
-    back, joined = [node for node in nodes if node in absent], [node for node in nodes if node not in absent]
-    parts = [f"{_nodes(back)} {'is' if len(back) == 1 else 'are'} back"] if back else []
-    return [*parts, f"{_nodes(joined)} joined"] if joined else parts
+    Args:
+        numbers: of the workers, by node.
+        here: nodes of the other members.
+        how: ``left``, ``joined`` or ``back``.
+    """
+    whole = [node for node in numbers if node not in here]
+    some = {node: number for node, number in numbers.items() if node in here}
+    subjects = [(_nodes(whole), len(whole))] if whole else []
+    subjects += [(f"{_workers(number)} on {node}", number) for node, number in list(some.items())[:_NAMED]]
+    if len(some) > _NAMED:
+        number = sum(list(some.values())[_NAMED:])
+        subjects.append((f"{_workers(number)} on other nodes", number))
+    return [f"{name} {how if how != 'back' else 'is back' if number == 1 else 'are back'}" for name, number in subjects]
 
 
 def _nodes(nodes: list[str]) -> str:
     return ", ".join(nodes) if len(nodes) <= _NAMED else f"{', '.join(nodes[:_NAMED])} and {len(nodes) - _NAMED} others"
 
 
-def _workers(number: int) -> str:
-    return f"{number} worker{'' if number == 1 else 's'}"
+def _workers(number: int, spares: int = 0, left: str = "") -> str:
+    text = f"{number} worker{'' if number == 1 else 's'}{left}"
+    return f"{text}, {spares} of them spare" if spares else text
+
+
+def _agent(worker: str) -> str:
+    return worker.rpartition("/")[0]
 
 
 def _is_first_of_agent(world: World) -> bool:
-    own = world.workers[world.rank].rpartition("/")[0]
-    return all(worker.rpartition("/")[0] != own for worker in world.workers[: world.rank])
+    own = _agent(world.workers[world.rank])
+    return all(_agent(worker) != own for worker in world.workers[: world.rank])

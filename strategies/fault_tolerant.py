@@ -183,7 +183,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         if world.rank == 0 and not was_first and self._trainer is not None and not self._membership.joins:
             take_over(self._trainer.loggers)
             take_over_bar(self._trainer)
-        line = self._announcements.line(world, 0 if self._session is None else self.engine.step)
+        step = 0 if self._session is None else self.engine.step
+        line = self._announcements.line(world, step, spares=self.parallelism.spares)
         if line is not None and self._trainer is not None:
             say(self._trainer, line)
         self.parallelism.enter(world)

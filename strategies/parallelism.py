@@ -240,6 +240,11 @@ class Parallelism(ABC):
 
     # ---- worlds
 
+    @property
+    def spares(self) -> int:
+        """Number of members of the present world that wait for partners, and take part in no step."""
+        return 0
+
     def enter(self, world: World) -> None:  # noqa: B027
         """Enter an epoch, before any work in it.
 

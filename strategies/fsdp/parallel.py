@@ -209,6 +209,10 @@ class FsdpParallel(Parallelism):
 
     # ---- worlds
 
+    @property
+    def spares(self) -> int:
+        return 0 if self._member is None else self._member.spares
+
     def enter(self, world: World) -> None:
         if world.epoch > 0:
             self.member.enter(self.strategy.engine)

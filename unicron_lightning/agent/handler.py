@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from typing_extensions import override
 
 from unicron_lightning import environ, wire
-from unicron_lightning.agent import nccl_environment
+from unicron_lightning.agent import console_lines, nccl_environment
 from unicron_lightning.agent import options as agent_options
 from unicron_lightning.agent.agent import AgentThread
 from unicron_lightning.agent.notices import LeaveNotices
@@ -172,6 +172,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
             os.environ[environ.TOKEN], self._hidden = self._hidden, None
 
     def _start(self) -> AgentThread:
+        console_lines.install()
         atexit.register(self.shutdown)  # first: a signal may end the process from here on
         agent = self._agent = AgentThread(self._options, self._num_keys, self._lock)
         self._departure = Departure(lambda: agent.may_depart, agent.depart, agent.leaving, self._options.leave_timeout)

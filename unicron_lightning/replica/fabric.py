@@ -65,6 +65,11 @@ class EpochPlace:
         return self.layout.place(self.rank)
 
     @property
+    def spares(self) -> int:
+        """Number of members that are in no replica."""
+        return len(self.members) - sum(len(replica.members) for replica in self.layout.replicas)
+
+    @property
     def replicas(self) -> list[list[str]]:
         """The workers of each replica, by shard."""
         return [[self.members[rank] for rank in replica.members] for replica in self.layout.replicas]

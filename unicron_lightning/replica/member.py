@@ -46,6 +46,11 @@ class ReplicaMember(Generic[_Shape, _Model]):
     def model(self, model: _Model) -> None:
         self._model = model
 
+    @property
+    def spares(self) -> int:
+        """Number of members of the newest epoch that are in no replica."""
+        return 0 if self.fabric.place is None else self.fabric.place.spares
+
     def found(self, engine: Engine) -> None:
         """Begin the task with the same parameters in all replicas."""
         self.enter(engine)
