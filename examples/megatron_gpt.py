@@ -3,7 +3,7 @@
 On every node, one agent per worker (or per node, with --nproc-per-node):
 
     torchrun --nnodes 3:4 --nproc-per-node 1 --rdzv-backend unicron --rdzv-id gpt --max-restarts 1000 \
-        examples/megatron.py --pipeline 2 --nodes 4
+        examples/megatron_gpt.py --pipeline 2 --nodes 4
 
 Kill any worker with SIGKILL: the step is finished, and the worker is replaced. `unicron relayout gpt --tp 2 --pp 1`
 continues the training in another layout. Without CUDA the script runs on the CPU, by the patches of
