@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,13 @@ def test_what_comes_from_elsewhere_is_shown_and_not_obeyed(
     assert all(line.isprintable() for line in text.split("\n"))
     asked = json.dumps(EVIL)[1:-1] if "--json" in words else repr(EVIL)[1:-1] if "--task" in words else SHOWN
     assert asked in text
+
+
+def test_texts_are_imported_without_the_commands() -> None:
+    """By training: a worker's start is its imports."""
+    code = "import sys, unicron_lightning.cli.output; print(*[name for name in sys.modules if '.cli' in name])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "unicron_lightning.cli unicron_lightning.cli.output\n"
 
 
 def test_visible_text_is_left_as_it_is() -> None:

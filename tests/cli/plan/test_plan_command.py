@@ -228,6 +228,7 @@ def test_no_file() -> None:
 
 
 def test_asking_a_coordinator_does_not_load_the_planner() -> None:
-    code = "import sys; from unicron_lightning import cli; cli._parser(); print({'numpy', 'numba'} & set(sys.modules))"
+    code = "import sys; from unicron_lightning.cli import commands; commands._parser(); "
+    code += "print({'numpy', 'numba'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "set()\n"
