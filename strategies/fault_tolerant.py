@@ -51,7 +51,6 @@ from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state import join_state, saved_configuration
 from unicron_lightning.strategies.state.checkpointing import ReportedCheckpoints
 from unicron_lightning.strategies.state.comparison import Comparison
-from unicron_lightning.strategies.state.finished_epoch import leave_finished_epoch
 from unicron_lightning.strategies.state.memory import StateMemory
 from unicron_lightning.strategies.state.persisting import Persisting
 from unicron_lightning.strategies.stopping import Stopping
@@ -107,8 +106,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         self._reports = StepReports()
         self._announcements = Announcements()
         self._last_batch: GlobalBatch | None = None
-        self._logged: bytes | None = None
-        """Values logged in the epoch of a checkpoint that was read."""
+        self._beside: bytes | None = None
+        """What Lightning's part of a checkpoint that was read leaves out."""
         self._restores: Literal["before", "after", "never"] = "before"
         """When Lightning restores the script's ``ckpt_path``, relative to `setup`."""
         self._broken_off = False
@@ -280,7 +279,7 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     @override
     def on_train_start(self) -> None:
-        leave_finished_epoch(self.trainer.fit_loop)
+        self._membership.begun(self.trainer)
 
     # ---- data
 
@@ -426,12 +425,12 @@ class FaultTolerantStrategy(CollectingStrategy):
             self.reported.report(self.engine, checkpoint, located(filepath), digest)
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
-        """Add to Lightning's checkpoint of a fit the values logged in its epoch."""
+        """Add to Lightning's checkpoint of a fit what it leaves out."""
         if "loops" in checkpoint:
             # Empty, and refused by Lightning's own strategies, whose loaders have none.
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         if self._trainer is not None and "optimizer_states" in checkpoint:
-            checkpoint[join_state.LOGGED] = join_state.logged(self._trainer)
+            checkpoint[join_state.BESIDE] = self._membership.beside(self._trainer, checkpoint)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -439,7 +438,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         read = partial(super().load_checkpoint, path, *args, **kwargs)
         checkpoint = self.parallelism.checkpoints.load(path, read)
         if self.lightning_module is not None and self.module.trainer.state.status == TrainerStatus.RUNNING:
-            self._logged = checkpoint.pop(join_state.LOGGED, None)  # hooks get what Lightning has written
+            self._beside = checkpoint.pop(join_state.BESIDE, None)  # hooks get what Lightning has written
         return checkpoint
 
     @override
@@ -447,7 +446,12 @@ class FaultTolerantStrategy(CollectingStrategy):
         if isinstance(self.precision_plugin, DoublePrecision):  # Lightning does so later, and loads into float32
             self.precision_plugin.convert_module(self.module)
         self.parallelism.checkpoints.load_model(checkpoint, partial(super().load_model_state_dict, checkpoint, strict))
-        self._membership.logged, self._logged = checkpoint.get(join_state.LOGGED, self._logged), None
+        self._membership.logged = checkpoint.get(join_state.BESIDE, self.take_beside())
+
+    def take_beside(self) -> bytes | None:
+        """Return once what Lightning's part of the checkpoint that was read last leaves out."""
+        found, self._beside = self._beside, None
+        return found
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from unicron_lightning.strategies.collectives.operations import RECORD_BYTES
 from unicron_lightning.strategies.console import take_over_bar
 from unicron_lightning.strategies.metrics.loggers import take_over
 from unicron_lightning.strategies.session import FitPassed
-from unicron_lightning.strategies.state import callbacks, join_state
+from unicron_lightning.strategies.state import callbacks, join_state, resumed_run
 from unicron_lightning.strategies.state.parting import part
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import Join
@@ -129,15 +129,35 @@ class Membership:
         divided = strategy.parallelism.checkpoints.divided
         self._begin_late(trainer)
         try:
-            self._arrival = whole = strategy.reported.resume(trainer, session.engine, known, divided=divided)
+            self._arrival = state = strategy.reported.resume(
+                trainer, session.engine, known, strategy.take_beside, divided=divided
+            )
         except FitPassed:
             session.resume = known
             self.skip(trainer)
             return
-        if whole is not None:
-            strategy.seed = whole["seed"]
-            strategy.parallelism.admitted(whole)
-            self._reset = strategy.parallelism.snapshot()
+        if "seed" in state:  # not in files of earlier versions
+            strategy.seed = state["seed"]
+            strategy.parallelism.admitted(state)
+        self._reset = strategy.parallelism.snapshot()
+        if not join_state.is_at_boundary(state):
+            restore = partial(self._restore_again, trainer, join_state.restore_again)
+            resumed_run.run_from_checkpoint(trainer, restore)
+
+    def begun(self, trainer: pl.Trainer) -> None:
+        """Have the loop of a run that has begun leave a data epoch that its checkpoint has ended."""
+        if self._arrival is None:
+            resumed_run.leave_finished_epoch(trainer.fit_loop)
+
+    def _restore_again(self, trainer: pl.Trainer, restore: Callable[..., None]) -> None:
+        strategy = self._strategy
+        assert self._arrival is not None
+        state, self._arrival = self._arrival, None
+        reset, self._reset = self._reset, _nothing
+        restore(trainer, state, strategy.agreed, strategy.root_device)
+        reset()
+        strategy.stopping.agreed = trainer.should_stop
+        self.logged = None
 
     def remember(self, trainer: pl.Trainer) -> bool:
         """Resume from a state in the agents' memory, if the coordinator offers one; return whether it did.
@@ -172,11 +192,7 @@ class Membership:
                 trainer.num_sanity_val_steps, self._sanity_steps = self._sanity_steps, None
         join_state.note_epoch(trainer)
         if self._arrival is not None:
-            state, self._arrival = self._arrival, None
-            reset, self._reset = self._reset, _nothing
-            join_state.arrive(trainer, state, strategy.agreed, strategy.root_device)
-            reset()
-            strategy.stopping.agreed = trainer.should_stop
+            self._restore_again(trainer, join_state.arrive)
         elif self.logged is not None:
             join_state.restore_logged(trainer, self.logged, strategy.root_device)
         self.logged = None
@@ -225,6 +241,12 @@ class Membership:
             "described": strategy.comparison.described,
             "boundary": strategy.memory.previous,
         }
+
+    def beside(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> bytes:
+        """Encode the state that a checkpoint of this moment leaves out."""
+        strategy = self._strategy
+        found = join_state.beside(trainer, checkpoint, strategy.agreed, strategy.seed, strategy.session.fits)
+        return codec.encode({**found, **strategy.parallelism.state(trainer)})
 
 
 def _nothing() -> None:

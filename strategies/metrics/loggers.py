@@ -43,9 +43,9 @@ class _Following:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         row = _row(*args, **kwargs)
-        if self.ahead and _is_written(row, self.ahead.popleft()):
-            return
-        self.ahead.clear()
+        while self.ahead:
+            if _is_written(row, self.ahead.popleft()):
+                return
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             self.rows.clear()
         else:
@@ -155,7 +155,7 @@ def keep_files(loggers: Sequence[Logger]) -> None:
 
 
 def cut_rows(loggers: Sequence[Logger], step: int) -> None:
-    """Remove the rows of step ``step`` and later, which are about to be repeated."""
+    """Remove the rows of step ``step`` and later, which are about to be repeated; of the step before, only some are."""
     for each in loggers:
         if rank_zero_only.rank != 0 or not isinstance(each, CSVLogger) or each._version is None:  # type: ignore[attr-defined]
             continue
@@ -171,6 +171,8 @@ def cut_rows(loggers: Sequence[Logger], step: int) -> None:
             writer.writeheader()
             writer.writerows(rows)
         partial.replace(path)
+        if isinstance(each.log_metrics, _Following):
+            each.log_metrics.ahead.extend(_as_logged(each, [row for row in rows if int(row["step"]) == step - 1]))
 
 
 def _continued(loggers: Sequence[Logger]) -> list[CSVLogger | TensorBoardLogger | WandbLogger | MLFlowLogger]:
@@ -201,5 +203,10 @@ def _continue_csv(own: CSVLogger) -> list[dict[str, str]]:
     else:
         kept.rename(path)
         experiment.metrics_keys = list(dict.fromkeys([*header, *experiment.metrics_keys]))
+    return _as_logged(own, rows)
+
+
+def _as_logged(own: CSVLogger, rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Return rows of a file with names as they were logged."""
     prefix = f"{own._prefix}{own.LOGGER_JOIN_CHAR}" if own._prefix else ""
     return [{name.removeprefix(prefix): value for name, value in row.items()} for row in rows]

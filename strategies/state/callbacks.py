@@ -23,6 +23,8 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.tuner.lr_finder import _determine_lr_attr_name, _LRCallback
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_setattr
 
+from unicron_lightning.worker.checkpoint_files import located
+
 _BEYOND: Final[Mapping[type, Sequence[str]]] = {
     ModelCheckpoint: (
         "current_score",
@@ -54,6 +56,13 @@ def restore(trainer: pl.Trainer, known: Mapping[str, Sequence[Any]]) -> None:
             vars(callback).update(each)
     for name, rate in zip(_rates(trainer), known.get("rates", ()), strict=False):
         lightning_setattr(trainer.lightning_module, name, rate)
+
+
+def note_saved(trainer: pl.Trainer, path: str) -> None:
+    """Have the callback that has written a checkpoint know so: its state in there is of the moment before."""
+    for saver in _of(trainer, ModelCheckpoint):
+        if path in map(located, (saver.best_model_path, saver.last_model_path, *saver.best_k_models)):
+            saver._last_global_step_saved, saver._last_checkpoint_saved = trainer.global_step, path
 
 
 def catch_up(trainer: pl.Trainer, known: Mapping[str, Sequence[Any]]) -> None:

@@ -78,7 +78,7 @@ class SingleFileCheckpoints(CheckpointStore):
 
     def converted(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint with counts of steps."""
-        if not {join_state.LOGGED, join_state.WHOLE} & checkpoint.keys():
+        if not {join_state.BESIDE, join_state.WHOLE} & checkpoint.keys():
             count_steps(checkpoint, self._strategy.shape)
         return checkpoint
 
@@ -119,8 +119,14 @@ class ReportedCheckpoints:
         return self._opened.path if self._opened is not None and self._opened.name == str(path) else path
 
     def resume(
-        self, trainer: pl.Trainer, engine: Engine, known: Sequence[wire.Checkpoint], *, divided: bool
-    ) -> dict[str, Any] | None:
+        self,
+        trainer: pl.Trainer,
+        engine: Engine,
+        known: Sequence[wire.Checkpoint],
+        take_beside: Callable[[], bytes | None],
+        *,
+        divided: bool,
+    ) -> dict[str, Any]:
         """Resume from the newest of some checkpoints that is as it was written; see `join_state.resume`.
 
         Raises:
@@ -131,7 +137,7 @@ class ReportedCheckpoints:
                 raise FitPassed(f"{checkpoint.path} is of fit number {checkpoint.fit}")
             self._opened = opened
             try:
-                state = join_state.resume(trainer, opened.name)
+                state = join_state.resume(trainer, opened.name, take_beside)
             finally:
                 self._opened = None
             if engine.control is not None and engine.world.rank == 0:

@@ -1,10 +1,12 @@
-"""The whole training state at a step boundary, for a joiner: a checkpoint and everything that it leaves out.
+"""The whole training state, for a joiner or a new life of the task: a checkpoint and everything that it leaves out.
 
 The checkpoint part goes through Lightning's own restore functions, so that hooks, callbacks and data modules are called
 as in a resume. A joiner runs the hooks at the start of a run and of a data epoch, and they may change what they find.
 Therefore all of the state is restored twice: before these hooks, which see a resumed run, and, together with the rest
 (exact counters, accumulated results, random state), when the joiner's loop is at the donor's place: before the first
-batch is handed out.
+batch is handed out. The same holds for a new life. If its checkpoint was written in a hook, and not at a step boundary,
+Lightning restores the counters, and the rest is restored after the hooks of the run's start: those of a data epoch
+follow only where the checkpoint was written before them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, Final
@@ -64,27 +66,33 @@ WHOLE: Final = "unicron_state"
 """Key of a checkpoint: the rest of the state at a step boundary, encoded. A checkpoint that was written there is
 resumed with it, because Lightning would take its counters for those of the end of a step.
 """
-LOGGED: Final = "unicron_logged"
-"""Key of a checkpoint: values logged in the epoch so far, encoded; Lightning's own checkpoints leave them out."""
+BESIDE: Final = "unicron_logged"
+"""Key of a checkpoint: what Lightning's own checkpoints leave out, such as values logged in the epoch so far; encoded.
+"""
 
 
-def logged(trainer: pl.Trainer) -> bytes:
-    """Encode the values accumulated since the epoch began, for `LOGGED`."""
-    results = trainer.fit_loop.epoch_loop._results
-    assert isinstance(results, RecordingResults)
-    return codec.encode([results.state(), StepMetrics(trainer.lightning_module).states()])
+def decode_beside(saved: bytes) -> dict[str, Any]:
+    """Return the state in a checkpoint's `BESIDE`; files of earlier versions have only the values logged."""
+    found = codec.decode(saved)
+    state: dict[str, Any] = (
+        found if isinstance(found, dict) else dict(zip(("results", "metric_states"), found, strict=True))
+    )
+    return state
 
 
 def restore_logged(trainer: pl.Trainer, saved: bytes, device: torch.device) -> None:
-    """Restore the values of `logged`, if the checkpoint was written within an epoch."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    results = epoch_loop._results
-    assert isinstance(results, RecordingResults)
-    if epoch_loop.batch_progress.current.ready > 0:
-        values, states = codec.decode(saved)
-        results.load_state(values, device, trainer.lightning_module)
-        StepMetrics(trainer.lightning_module).load_states(states)
+    """Restore the values logged in a data epoch, if the checkpoint was written within it."""
+    if trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0:
+        _restore_results(trainer, decode_beside(saved), device)
         trainer._logger_connector._first_loop_iter = False  # otherwise the first logged value resets the others
+
+
+def _restore_results(trainer: pl.Trainer, state: dict[str, Any], device: torch.device) -> None:
+    results = trainer.fit_loop.epoch_loop._results
+    assert isinstance(results, RecordingResults)
+    results.load_state(state["results"], device, trainer.lightning_module)
+    results.at_epoch_start = state.get("epoch_metrics", results.at_epoch_start)
+    StepMetrics(trainer.lightning_module).load_states(state["metric_states"])
 
 
 def share_initial(module: pl.LightningModule, engine: Engine) -> None:
@@ -112,22 +120,35 @@ def loop_state(trainer: pl.Trainer, layout: SumsLayout, seed: int, fit: int) -> 
     It must be plain data; see `check`.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-    connector = trainer._logger_connector
-    results = trainer.fit_loop.epoch_loop._results
-    assert isinstance(results, RecordingResults)
     return {
         "checkpoint": {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT},
-        "plain": _is_plain(trainer, checkpoint["state_dict"]),
         "counters": counters(trainer.fit_loop),
+        **beside(trainer, checkpoint, layout, seed, fit),
+    }
+
+
+def beside(trainer: pl.Trainer, checkpoint: dict[str, Any], layout: SumsLayout, seed: int, fit: int) -> dict[str, Any]:
+    """Return the state of Lightning's loops that a checkpoint of this moment leaves out, except for the counters.
+
+    Within a validation it is that of the training, which Lightning restores after it.
+    """
+    connector, epoch_loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
+    results, validating = epoch_loop._results, trainer.validating
+    assert isinstance(results, RecordingResults)
+    layers = layer_settings(trainer.lightning_module)
+    for name, mode in epoch_loop.val_loop._module_mode.mode.items() if validating else ():
+        layers.get(name, {})["training"] = mode
+    return {
+        "plain": _is_plain(trainer, checkpoint["state_dict"]),
         "results": results.state(),
         "metric_states": StepMetrics(trainer.lightning_module).states(),
-        "first_loop_iter": connector._first_loop_iter,
-        "current_fx": connector._current_fx,
+        "first_loop_iter": False if validating else connector._first_loop_iter,
+        "current_fx": None if validating else connector._current_fx,
         "metrics": [connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics],
         "epoch_metrics": results.at_epoch_start,
         "callbacks": callbacks.state(trainer),
-        "layers": layer_settings(trainer.lightning_module),
-        "validates": trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
+        "layers": layers,
+        "validates": epoch_loop.val_loop._combined_loader is not None,
         "versions": versions(trainer.loggers),
         "settings": [{name: getattr(owner, name) for name in names} for owner, names in _settings(trainer)],
         "layout": layout.state(),
@@ -189,24 +210,26 @@ def warm_up() -> None:
     importlib.import_module("omegaconf")
 
 
-def resume(trainer: pl.Trainer, path: str) -> dict[str, Any] | None:
+def resume(trainer: pl.Trainer, path: str, take_beside: Callable[[], bytes | None]) -> dict[str, Any]:
     """Resume from the task's last checkpoint, because no member is left.
 
+    Args:
+        trainer: before the hooks of its run's start.
+        path: of the checkpoint.
+        take_beside: returns `BESIDE` of the checkpoint that was loaded last.
+
     Returns:
-        State for `arrive`, if the checkpoint was written between two steps (`WHOLE`).
+        State for `arrive`, if the checkpoint was written at a step boundary (`WHOLE`); otherwise for `restore_again`.
     """
     logger.warning("task_resumes_from_checkpoint path=%s", path)
     connector = trainer._checkpoint_connector
     connector.resume_start(path, weights_only=True)  # the path came over the network: no code in the file is run
-    cut_rows(trainer.loggers, int(connector._loaded_checkpoint["global_step"]))
-    if WHOLE in connector._loaded_checkpoint:
-        whole: dict[str, Any] = codec.decode(connector._loaded_checkpoint.pop(WHOLE))
-        trainer.num_sanity_val_steps = 0
-        return receive(trainer, {**whole, "checkpoint": connector._loaded_checkpoint})
-    connector.restore_model()
-    connector.restore_datamodule()
-    connector.restore_callbacks()
-    return None
+    checkpoint = connector._loaded_checkpoint
+    cut_rows(trainer.loggers, int(checkpoint["global_step"]))
+    trainer.num_sanity_val_steps = 0
+    saved, whole = take_beside(), checkpoint.pop(WHOLE, None)
+    rest = codec.decode(whole) if whole is not None else {} if saved is None else decode_beside(saved)
+    return receive(trainer, {**rest, "checkpoint": checkpoint, "path": path})
 
 
 def resume_from(trainer: pl.Trainer, state: dict[str, Any]) -> dict[str, Any]:
@@ -229,7 +252,7 @@ def receive(trainer: pl.Trainer, state: dict[str, Any]) -> dict[str, Any]:
     """Restore the state for the hooks at the start, with the counters as at the start of the donor's epoch.
 
     Returns:
-        The state for `arrive`: nothing that the hooks do changes it.
+        The state for `arrive` or `restore_again`: nothing that the hooks do changes it.
     """
     whole = trainer.strategy.parallelism.whole  # type: ignore[attr-defined]
     parts: dict[str, Any] = {} if whole else {"state_dict": {}, "optimizer_states": [{} for _ in trainer.optimizers]}
@@ -242,14 +265,26 @@ def receive(trainer: pl.Trainer, state: dict[str, Any]) -> dict[str, Any]:
         dict, state.get("epoch_metrics", ({}, {}, {}))
     )
     adopt_versions(trainer.loggers, state.get("versions", ()))
-    set_counters(trainer.fit_loop, state["counters"])
     if state.get("validates"):
         set_up_validation(trainer)
+    if not is_at_boundary(state):
+        connector = trainer._checkpoint_connector
+        connector._loaded_checkpoint = state["checkpoint"]
+        connector.restore_loops()
+        connector._loaded_checkpoint = {}
+        trainer.should_stop = any(values.get("should_stop") for values in state.get("settings", ()))
+        return kept
+    set_counters(trainer.fit_loop, state["counters"])
     epoch: Any = trainer.fit_loop.epoch_progress.current
     epoch.ready = epoch.started = epoch.completed = epoch.processed
     total: Any = trainer.fit_loop.epoch_progress.total
     total.ready = total.started = total.completed = total.processed
     return kept
+
+
+def is_at_boundary(state: dict[str, Any]) -> bool:
+    """Whether a state was taken at a step boundary; otherwise it is that of a checkpoint which a hook has written."""
+    return "counters" in state
 
 
 def set_up_validation(trainer: pl.Trainer) -> None:
@@ -304,31 +339,37 @@ def _structure(value: Any) -> Any:
 
 def arrive(trainer: pl.Trainer, state: dict[str, Any], layout: SumsLayout, device: torch.device) -> None:
     """Restore the whole state, when the joiner's loop is about to hand out its first batch."""
-    for optimizer in trainer.optimizers:
-        vars(optimizer).pop("add_param_group", None)
-    callbacks.catch_up(trainer, state.get("callbacks", {}))
-    _restore(trainer, state)
+    restore_again(trainer, state, layout, device)
     fit_loop = trainer.fit_loop
     set_counters(fit_loop, state["counters"])
     fetcher = fit_loop._data_fetcher
     assert fetcher is not None
     fetcher.fetched = fit_loop.epoch_loop.batch_progress.current.ready
-    results = fit_loop.epoch_loop._results
-    assert isinstance(results, RecordingResults)
-    results.load_state(state["results"], device, trainer.lightning_module)
-    results.at_epoch_start = state.get("epoch_metrics", results.at_epoch_start)
-    StepMetrics(trainer.lightning_module).load_states(state["metric_states"])
-    connector = trainer._logger_connector
-    connector._first_loop_iter, connector._current_fx = state["first_loop_iter"], state["current_fx"]
-    connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics = state["metrics"]
+
+
+def restore_again(trainer: pl.Trainer, state: dict[str, Any], layout: SumsLayout, device: torch.device) -> None:
+    """Restore all of a state of `receive` but the counters, after the hooks that may have changed it."""
+    for optimizer in trainer.optimizers:
+        vars(optimizer).pop("add_param_group", None)
+    callbacks.catch_up(trainer, state.get("callbacks", {}))
+    _restore(trainer, state)
+    if "results" in state:
+        _restore_results(trainer, state, device)
+    if "metrics" in state:
+        connector = trainer._logger_connector
+        connector._first_loop_iter, connector._current_fx = state["first_loop_iter"], state["current_fx"]
+        connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics = state["metrics"]
     callbacks.restore(trainer, state.get("callbacks", {}))
+    if not is_at_boundary(state):
+        callbacks.note_saved(trainer, state["path"])
     set_layers(trainer.lightning_module, state.get("layers", {}))
     for (owner, _), values in zip(_settings(trainer), state.get("settings", ()), strict=False):
         for name, value in values.items():
             now = getattr(owner, name)
             setattr(owner, name, type(now)(value) if isinstance(now, Enum) and value is not None else value)
-    layout.load_state(state["layout"])
-    restore_random_states(state["random"])
+    if "layout" in state:
+        layout.load_state(state["layout"])
+        restore_random_states(state["random"])
 
 
 def _settings(trainer: pl.Trainer) -> list[tuple[Any, Sequence[str]]]:

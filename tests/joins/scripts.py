@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning import UnicronFSDPStrategy
-from unicron_lightning.callbacks import MemoryCheckpoint
+from unicron_lightning.callbacks import MemoryCheckpoint, UnicronCheckpoint
 
 
 @dataclass(kw_only=True)
@@ -400,7 +403,97 @@ def odd(folder: Path) -> list[Run]:
     return [Run(module=Net(), data={"train_dataloaders": data()}, callbacks=[Odd(folder)])]
 
 
+class Metric(Net):
+    """Follows metrics with its rate, the mean loss of each epoch or the last validation's."""
+
+    monitor, interval = "loss", "epoch"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0, threshold=0.5)
+        settings = {"scheduler": schedule, "monitor": self.monitor, "interval": self.interval}
+        return {"optimizer": optimizer, "lr_scheduler": settings}
+
+
+class Validated(Metric):
+    monitor = "val_loss"
+
+
+class Stepped(Metric):
+    interval = "step"
+
+
+class AtEnds(pl.Callback):
+    """Changes the weights where a run and its data epochs begin and end."""
+
+    def on_fit_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self._scale(module, 1.1)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self._scale(module, 0.95)
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self._scale(module, 1.02)
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self._scale(module, 0.5)
+
+    def _scale(self, module: Any, by: float) -> None:
+        with torch.no_grad():
+            module.head.weight.mul_(by)
+
+
+class DyingAt(pl.Callback):
+    """Kills all workers of the first life in a hook, at a step."""
+
+    def __init__(self, folder: Path, hook: str, step: int) -> None:
+        self._killed, self._folder, self._step = folder / "killed", folder, step
+        setattr(self, hook, self._die)
+
+    def _die(self, trainer: pl.Trainer, *_: Any) -> None:
+        here = self._folder / f"ends-{trainer.global_rank}"
+        if self._killed.exists() or trainer.global_step < self._step or trainer.num_nodes < 2:
+            return
+        here.touch()
+        while len(list(self._folder.glob("ends-*"))) < trainer.world_size:
+            time.sleep(0.001)
+        self._killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resumed(
+    *hooks: Callable[[], pl.Callback],
+    net: type[Net] = Net,
+    kind: type[ModelCheckpoint] = ModelCheckpoint,
+    dies: tuple[str, int] | None = None,
+    validates: bool = False,
+    strategy: Any = None,
+    **options: Any,
+) -> Callable[[Path], list[Run]]:
+    """Return what makes a fit with hooks that change the state, and a checkpoint on disk."""
+
+    def runs(folder: Path) -> list[Run]:
+        given: dict[str, Any] = {"train_dataloaders": data()}
+        if validates:
+            given["val_dataloaders"] = data(8, 2)
+        made = [make() for make in hooks]
+        made.append(kind(folder / "saved", **options))
+        if dies is not None:
+            made.append(DyingAt(folder, *dies))
+        settings: dict[str, Any] = {"enable_checkpointing": True, "num_sanity_val_steps": 1}
+        if validates:
+            settings["val_check_interval"] = 3
+        if strategy is not None:
+            settings["strategy"] = strategy
+        return [Run(module=net(), data=given, callbacks=made, trainer=settings)]
+
+    return runs
+
+
 ODD: dict[str, Script] = {"odd": Script(runs=odd)}
+ALL = (HalfRates, RateAtStart, ScaledWeights, AtEnds)
+NEVER = (9, 0, None)
 LOST: dict[str, Script] = {
     "lost_with_memory": Script(runs=hooked(kept_in_memory, HalfRates, ScaledWeights, Counting), kill=(1, 9, None)),
     "lost_with_memory_sharded": Script(
@@ -411,5 +504,29 @@ LOST: dict[str, Script] = {
     "lost_in_second_fit_same": Script(runs=saved_twice(same=True), kill=(2, 26, None)),
     "lost_in_second_fit_sharded": Script(runs=saved_twice(same=True, strategy=sharded), kill=(2, 26, None)),
     "lost_at_the_begin_of_the_second_fit": Script(runs=saved_twice(same=False), kill=(2, 1, None)),
+    "lost_within_epoch": Script(runs=resumed(*ALL, every_n_train_steps=2, validates=True), kill=(1, 9, None)),
+    "lost_after_last_step": Script(runs=resumed(*ALL, every_n_train_steps=6, validates=True), kill=(1, 8, None)),
+    "lost_after_last_step_stopped": Script(
+        runs=resumed(*ALL, every_n_train_steps=18, validates=True, dies=("on_train_end", 18)), kill=NEVER
+    ),
+    "lost_after_epoch": Script(runs=resumed(*ALL, net=Metric), kill=(1, 8, None)),
+    "lost_after_validation": Script(runs=resumed(*ALL, net=Validated, validates=True), kill=(1, 14, None)),
+    "lost_with_step_metric": Script(runs=resumed(*ALL, net=Stepped, every_n_train_steps=2), kill=(1, 9, None)),
+    "lost_at_the_end": Script(runs=resumed(*ALL, dies=("on_train_end", 18)), kill=NEVER),
+    "lost_at_the_very_end": Script(runs=resumed(*ALL, every_n_train_steps=6, dies=("on_fit_end", 18)), kill=NEVER),
+    "lost_with_folder": Script(
+        runs=resumed(*ALL, kind=UnicronCheckpoint, every_n_train_steps=6, validates=True), kill=(1, 9, None)
+    ),
+    "lost_with_manual": Script(runs=resumed(*ALL, net=Manual, every_n_train_steps=3), kill=(1, 11, None)),
+    "lost_with_swa": Script(runs=resumed(averaging, AtEnds, every_n_train_steps=4), kill=(1, 9, None)),
+    "lost_with_ema": Script(runs=resumed(EMAWeightAveraging, AtEnds, every_n_train_steps=4), kill=(1, 9, None)),
+    "lost_with_backbone": Script(runs=resumed(backbone, net=Finetuned, every_n_train_steps=4), kill=(1, 9, None)),
+    "lost_with_sharded_file": Script(
+        runs=resumed(HalfRates, ScaledWeights, OptimizerState, AtEnds, strategy=sharded), kill=(1, 8, None)
+    ),
+    "lost_with_sharded_folder": Script(
+        runs=resumed(HalfRates, ScaledWeights, AtEnds, strategy=sharded, kind=UnicronCheckpoint, every_n_train_steps=6),
+        kill=(1, 9, None),
+    ),
 }
 """Scripts all of whose workers are killed at once: a new life resumes from a checkpoint."""

@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:You defined a .validation_step.:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization:UserWarning"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
 ]
 
