@@ -221,6 +221,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         if begins:
             seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & 0xFFFFFFFF))
             self.seed = self.collectives.broadcast(seed, 0)
+            self._session.find_unreported()
             if self._session.resume or self._session.memory:
                 keep_files(trainer.loggers)
         elsewhere = trainer.state.fn == TrainerFn.FITTING and self._session.has_newer_state

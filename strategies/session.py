@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from unicron_lightning import environ, wire
+from unicron_lightning.checkpoints.records import age, left_records, record_path
 from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.stacks import StackFile
@@ -26,6 +28,7 @@ from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine, Fabric, World
 from unicron_lightning.worker.injector import Injector
+from unicron_lightning.worker.operations import Agreement, unpack_parts
 from unicron_lightning.worker.siblings import HOOKS_SECONDS, EndingSiblings
 
 logger = logging.getLogger(__name__)
@@ -61,6 +64,7 @@ class Session(OfProcess):
         joins: whether this joiner has not reached its first step.
         fits: number of the script's ``fit`` calls so far, those that were left out among them.
         left_out: number of these, which the task has finished.
+        record: path of this worker's record of its newest checkpoint, see `checkpoints.records`; "" without an agent.
 
     Raises:
         ConfigError: under torchrun with another rendezvous back-end.
@@ -74,16 +78,20 @@ class Session(OfProcess):
         self.resume: Sequence[wire.Checkpoint] = ()
         self.memory: Sequence[wire.StateOffer] = ()
         self.fits = self.left_out = 0
+        self.record = ""
         self._runs = 0
         self._stacks: StackFile | None = None
         self._siblings: EndingSiblings | None = None
+        self._looks = False
+        """Whether checkpoints may be complete that an earlier life of the task has not reported."""
         self._ready_to_abort = threading.Event()
         activity = Activity()
         self.monitor = Monitor("", activity)
         if environ.under_agent():
             own = environ.read()
-            self._stacks = StackFile(Path(own.agent_socket).parent)
-            self._siblings = EndingSiblings(Path(own.agent_socket).parent)
+            folder = Path(own.agent_socket).parent
+            self._stacks, self._siblings = StackFile(folder), EndingSiblings(folder)
+            self.record = str(record_path(folder))
             self.monitor = Monitor(own.worker, activity, on_cpu=device.type == "cpu")
             self.control = Control(own.agent_socket, own.worker, own.local_rank, self._on_failure, self.monitor)
             self._plane = DataPlane(own.host, device if fabric is None else torch.device("cpu"))
@@ -93,6 +101,7 @@ class Session(OfProcess):
                 welcome = self._wait_founded(self.control)
             self.is_joiner, self.resume, self.memory = not welcome.founder, welcome.resume, welcome.memory
             self.joins = self.is_joiner
+            self._looks = welcome.founder and welcome.life > 1
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']} but has no Unicron agent; start the "
@@ -106,6 +115,22 @@ class Session(OfProcess):
             self.control.on_order = self._on_order
         if self.control is not None or fabric is not None:  # otherwise nothing outlives a run
             atexit.register(self.close)
+
+    def find_unreported(self) -> None:
+        """Add to `resume` what is complete on disk, but was not reported; for all founders of a life together."""
+        if not self._looks:
+            return
+        self._looks = False
+        looks = environ.read().local_rank == 0  # for its agent
+        left = msgspec.json.encode(left_records(Path(self.record).parent, self.resume) if looks else [])
+        said = unpack_parts(self.engine.run(Agreement("unreported_checkpoints", lambda rank: left)))
+        found = {each for part in said for each in msgspec.json.decode(part, type=list[wire.Checkpoint])}
+        if not found:
+            return
+        self.resume = tuple(sorted((*found, *self.resume), key=age))
+        newest = age(self.resume[0])
+        self.memory = tuple(each for each in self.memory if (-each.version.fit, -each.version.step) <= newest)
+        logger.warning("unreported_checkpoints_found paths=%s", sorted(each.path for each in found))
 
     @property
     def has_newer_state(self) -> bool:

@@ -89,17 +89,29 @@ class ShardedCheckpoints(SingleFileCheckpoints):
             logger.warning("checkpoint_left_out path=%s reason=interrupted, and it needs all workers", path)
             return None
         if not self._folders:
-            return self._run(*self._file(checkpoint, path, options))
+            return self._run(checkpoint, path, *self._file(checkpoint, path, options))
         if options is not None or "://" in path:
             raise ConfigError(
                 f"checkpoint {path!r} with storage_options={options!r}: save_distributed_checkpoint=True writes "
                 "folders of a file system that all workers see; expected a local path, and no options"
             )
-        return self._run(*self._folder(checkpoint, Path(path)))
+        return self._run(checkpoint, path, *self._folder(checkpoint, Path(path)))
 
-    def _run(self, collect: Callable[[], list[bytes]], write: Callable[[Sequence[bytes]], str]) -> str:
-        engine, fabric = self._parallel.strategy.engine, self._parallel.member.fabric
-        return engine.run(ReplicaCheckpoint(fabric, collect, write)).decode()
+    def _run(
+        self,
+        checkpoint: dict[str, Any],
+        path: str,
+        collect: Callable[[], list[bytes]],
+        write: Callable[[Sequence[bytes]], str],
+    ) -> str:
+        strategy = self._parallel.strategy
+
+        def write_and_record(shards: Sequence[bytes]) -> str:
+            digest = write(shards)
+            strategy.reported.leave_record(strategy.session, checkpoint, path, digest)
+            return digest
+
+        return strategy.engine.run(ReplicaCheckpoint(self._parallel.member.fabric, collect, write_and_record)).decode()
 
     def _file(self, checkpoint: dict[str, Any], path: str, options: Any) -> Any:
         """How a file is written: see `ReplicaCheckpoint`."""

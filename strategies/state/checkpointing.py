@@ -16,11 +16,12 @@ from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
 
 from unicron_lightning import wire
 from unicron_lightning.checkpoints.index import MODEL, OPTIMIZER, by_name, is_folder, read_checkpoint
+from unicron_lightning.checkpoints.records import leave_record
 from unicron_lightning.checkpoints.staging import HeldCheckpoint
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.parallelism import CheckpointStore
-from unicron_lightning.strategies.session import FitPassed
+from unicron_lightning.strategies.session import FitPassed, Session
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.resuming import newest
 from unicron_lightning.worker.checkpoint_files import HashingFile, OpenCheckpoint, digest_of, located, size_of
@@ -52,7 +53,9 @@ class SingleFileCheckpoints(CheckpointStore):
         strategy, path = self._strategy, located(filepath)
 
         def write() -> bytes:
-            return write_checkpoint(strategy.checkpoint_io, checkpoint, filepath, options).encode()
+            digest = write_checkpoint(strategy.checkpoint_io, checkpoint, filepath, options)
+            strategy.reported.leave_record(strategy.session, checkpoint, path, digest)
+            return digest.encode()
 
         if strategy.collectives.interrupted():
             # Not reported, unless it replaces a checkpoint that was: its digest would be wrong.
@@ -106,6 +109,11 @@ class ReportedCheckpoints:
             return
         self.written(control, path, int(checkpoint["global_step"]), digest)
 
+    def leave_record(self, session: Session, checkpoint: dict[str, Any], path: str, digest: str) -> None:
+        """Leave the record of a checkpoint that this worker has written, as all may die before it is reported."""
+        if session.record and digest and "optimizer_states" in checkpoint:
+            leave_record(Path(session.record), path, int(checkpoint["global_step"]), digest, self.fit)
+
     def written(self, control: Control | None, path: str, step: int, digest: str) -> None:
         """Report a complete checkpoint; for all workers, as the first may die now."""
         if control is not None:
@@ -140,6 +148,8 @@ class ReportedCheckpoints:
                 state = join_state.resume(trainer, opened.name, take_beside)
             finally:
                 self._opened = None
+            if not checkpoint.life:  # found by its record
+                self.written(engine.control, checkpoint.path, checkpoint.step, checkpoint.digest)
             if engine.control is not None and engine.world.rank == 0:
                 engine.control.event("state_restored", tier="disk", step=checkpoint.step, path=opened.name)
             return state

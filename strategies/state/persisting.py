@@ -131,6 +131,9 @@ class Persisting:
                 rank=agreed.rank,
                 holders=agreed.holders,
                 seconds=WRITE_SECONDS,
+                record=strategy.session.record if saved.reports else "",
+                step=saved.step,
+                fit=strategy.session.fits,
             )
             with self._lock:
                 self._saved.append(saved)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -462,11 +464,36 @@ class DyingAt(pl.Callback):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class DyingUnheard(DyingAt):
+    """Kills all workers of the first life when a checkpoint is complete, and before it is reported."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "on_train_batch_start", 7)
+
+    def on_fit_start(self, trainer: pl.Trainer, module: Any) -> None:
+        if not self._killed.exists() and trainer.num_nodes == 2:
+            reported: Any = trainer.strategy.reported  # type: ignore[attr-defined]
+            reported.written = partial(self._unheard, trainer)
+
+    def _unheard(self, trainer: pl.Trainer, *_: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._die(trainer)
+        (self._folder / "complete").touch()
+        threading.Event().wait()
+
+    def _die(self, trainer: pl.Trainer, *where: Any) -> None:
+        first = trainer.num_nodes == 2 and not self._killed.exists()
+        while where and first and trainer.global_step >= self._step and not (self._folder / "complete").exists():
+            time.sleep(0.001)
+        self._step = 0 if not where else self._step
+        super()._die(trainer)
+
+
 def resumed(
     *hooks: Callable[[], pl.Callback],
     net: type[Net] = Net,
     kind: type[ModelCheckpoint] = ModelCheckpoint,
-    dies: tuple[str, int] | None = None,
+    dies: tuple[()] | tuple[str, int] | None = None,
     validates: bool = False,
     strategy: Any = None,
     **options: Any,
@@ -480,7 +507,7 @@ def resumed(
         made = [make() for make in hooks]
         made.append(kind(folder / "saved", **options))
         if dies is not None:
-            made.append(DyingAt(folder, *dies))
+            made.append(DyingAt(folder, *dies) if dies else DyingUnheard(folder))
         settings: dict[str, Any] = {"enable_checkpointing": True, "num_sanity_val_steps": 1}
         if validates:
             settings["val_check_interval"] = 3
@@ -514,8 +541,9 @@ LOST: dict[str, Script] = {
     "lost_with_step_metric": Script(runs=resumed(*ALL, net=Stepped, every_n_train_steps=2), kill=(1, 9, None)),
     "lost_at_the_end": Script(runs=resumed(*ALL, dies=("on_train_end", 18)), kill=NEVER),
     "lost_at_the_very_end": Script(runs=resumed(*ALL, every_n_train_steps=6, dies=("on_fit_end", 18)), kill=NEVER),
-    "lost_with_folder": Script(
-        runs=resumed(*ALL, kind=UnicronCheckpoint, every_n_train_steps=6, validates=True), kill=(1, 9, None)
+    "lost_with_unheard_file": Script(runs=resumed(*ALL, every_n_train_steps=4, dies=()), kill=NEVER),
+    "lost_with_unheard_folder": Script(
+        runs=resumed(*ALL, kind=UnicronCheckpoint, every_n_train_steps=6, validates=True, dies=()), kill=NEVER
     ),
     "lost_with_manual": Script(runs=resumed(*ALL, net=Manual, every_n_train_steps=3), kill=(1, 11, None)),
     "lost_with_swa": Script(runs=resumed(averaging, AtEnds, every_n_train_steps=4), kill=(1, 9, None)),
@@ -524,9 +552,14 @@ LOST: dict[str, Script] = {
     "lost_with_sharded_file": Script(
         runs=resumed(HalfRates, ScaledWeights, OptimizerState, AtEnds, strategy=sharded), kill=(1, 8, None)
     ),
-    "lost_with_sharded_folder": Script(
-        runs=resumed(HalfRates, ScaledWeights, AtEnds, strategy=sharded, kind=UnicronCheckpoint, every_n_train_steps=6),
-        kill=(1, 9, None),
+    "lost_with_unheard_sharded_file": Script(
+        runs=resumed(HalfRates, ScaledWeights, AtEnds, strategy=sharded, every_n_train_steps=4, dies=()), kill=NEVER
+    ),
+    "lost_with_unheard_sharded_folder": Script(
+        runs=resumed(
+            HalfRates, ScaledWeights, AtEnds, strategy=sharded, kind=UnicronCheckpoint, every_n_train_steps=6, dies=()
+        ),
+        kill=NEVER,
     ),
 }
 """Scripts all of whose workers are killed at once: a new life resumes from a checkpoint."""

@@ -56,6 +56,8 @@ class WriteVersion(msgspec.Struct, frozen=True, kw_only=True, tag="write"):
         objects: names of the objects that are in no part.
         places: path of each entry of the index in the nested state.
         seconds: time limit.
+        record: file for the record of the complete version (`checkpoints.records`); "": none.
+        step, fit: of the checkpoint.
         error: why this worker cannot write; it then only notifies the others.
     """
 
@@ -69,6 +71,9 @@ class WriteVersion(msgspec.Struct, frozen=True, kw_only=True, tag="write"):
     objects: list[str] = []
     places: dict[str, list[str | int]] = {}
     seconds: float = 600.0
+    record: str = ""
+    step: int = 0
+    fit: int = 1
     error: str = ""
 
 

@@ -46,10 +46,13 @@ class WritingVersion:
         order: the worker's order.
         memories: of the parts and, last, of the objects.
         storage: of the version.
+
+    Attributes:
+        order: as above.
     """
 
     def __init__(self, order: WriteVersion, memories: Sequence[mmap.mmap], storage: VersionStorage) -> None:
-        self._order = order
+        self.order = order
         self._memories = memories
         self._storage = storage
         self._gone: set[int] = set()
@@ -70,11 +73,11 @@ class WritingVersion:
         except Exception as error:  # noqa: BLE001 - boundary of a version: a storage's package raises errors of its own
             with contextlib.suppress(Exception):
                 if (digest := self._digest()) is not None:  # another writer was faster
-                    return VersionWritten(number=self._order.number, digest=digest)
-            return self._fail(f"rank {self._order.rank}: {error}")
+                    return VersionWritten(number=self.order.number, digest=digest)
+            return self._fail(f"rank {self.order.rank}: {error}")
 
     def _advance(self) -> ToWorker | None:
-        order, storage = self._order, self._storage
+        order, storage = self.order, self._storage
         if order.error:
             return self._fail(f"rank {order.rank}: {order.error}")
         self._write_own()
@@ -98,12 +101,12 @@ class WritingVersion:
     def leave(self) -> None:
         """Write the part of this rank, whose worker has ended, and leave the rest to others."""
         with contextlib.suppress(Exception):  # there is no worker to which it could be reported
-            if not self._order.error:
+            if not self.order.error:
                 self._write_own()
 
     def leaves_no_trace(self) -> bool:
         """Whether nothing of the version is in the storage, and others have to write all of it."""
-        if any(map(self._is_first, (self._finishers, *self._order.holders))):
+        if any(map(self._is_first, (self._finishers, *self.order.holders))):
             return False
         try:
             return not self._storage.names() and self._digest() is None
@@ -117,22 +120,22 @@ class WritingVersion:
             self._began = True
 
     def _write_own(self) -> None:
-        for part, holders in enumerate(self._order.holders):
-            if holders[:1] == [self._order.rank] and part not in self._written:
+        for part, holders in enumerate(self.order.holders):
+            if holders[:1] == [self.order.rank] and part not in self._written:
                 self._write(part)
 
     def _is_first(self, ranks: Sequence[int]) -> bool:
-        return next((rank for rank in ranks if rank not in self._gone), None) == self._order.rank
+        return next((rank for rank in ranks if rank not in self._gone), None) == self.order.rank
 
     # ---- parts
 
     def _write(self, part: int) -> None:
         """Write a part, and then its description."""
-        found = [place for place, each in enumerate(self._order.parts) if each.part == part]
+        found = [place for place, each in enumerate(self.order.parts) if each.part == part]
         if not found:
             return
-        staged, memory = self._order.parts[found[0]], self._memories[found[0]]
-        name = f"__{part}_{self._order.rank}.distcp"
+        staged, memory = self.order.parts[found[0]], self._memories[found[0]]
+        name = f"__{part}_{self.order.rank}.distcp"
         pieces = []
         self._begin()
         with self._storage.create(name) as file:
@@ -143,8 +146,8 @@ class WritingVersion:
                 else:
                     file.write(tensor.numpy())
                 pieces.append(_entry(each, self._storage.prefix + name, start, file.tell() - start))
-        record = WrittenPart(pieces, {self._storage.prefix + name: file.digest}, self._order.name)
-        with self._storage.create(f"part-{part}-{self._order.rank}.json") as file:
+        record = WrittenPart(pieces, {self._storage.prefix + name: file.digest}, self.order.name)
+        with self._storage.create(f"part-{part}-{self.order.rank}.json") as file:
             file.write(msgspec.json.encode(record))
         self._written.add(part)
 
@@ -152,7 +155,7 @@ class WritingVersion:
 
     def _finish(self, names: Sequence[str]) -> None:
         """Write objects, further files and index."""
-        order, storage = self._order, self._storage
+        order, storage = self.order, self._storage
         self._begin()
         described = (name for name in sorted(names) if name.startswith("part-"))
         records = {name.split("-")[1]: _record(storage.read(name)) for name in described}
@@ -184,7 +187,7 @@ class WritingVersion:
             records = [_record(storage.read(name)) for name in storage.names() if name.startswith("part-") and there]
         else:
             records = [_record(storage.read_published(name)) for name in names if name.startswith("part-")]
-        if not records or any(record.version != self._order.name for record in records):
+        if not records or any(record.version != self.order.name for record in records):
             return None
         known = {name: digest for record in records for name, digest in record.digests.items()}
 
@@ -197,13 +200,13 @@ class WritingVersion:
         """Notify the other writers, if possible, that the version cannot be completed."""
         with contextlib.suppress(Exception):
             self._begin()
-            with self._storage.create(f"failed-{self._order.rank}") as file:
+            with self._storage.create(f"failed-{self.order.rank}") as file:
                 file.write(error.encode())  # without it they reach their time limits
         return self._abandoned(error)
 
     def _abandoned(self, error: str) -> VersionFailed:
         self._failed_at = time.monotonic()
-        return VersionFailed(number=self._order.number, error=error)
+        return VersionFailed(number=self.order.number, error=error)
 
     def forget(self, *, now: bool = False) -> bool:
         """Delete the files of a failed version once all writers have noticed the failure; return whether that is over.
@@ -223,7 +226,7 @@ class WritingVersion:
     def _begin_late(self) -> bool:
         """Whether a writer that has to write a part has not begun: it would wait for the others if it found nothing."""
         came = {int(name.split(".")[0].split("-")[-1]) for name in self._storage.names() if name[0] in "pf"}
-        first = (next((rank for rank in holders if rank not in self._gone), None) for holders in self._order.holders)
+        first = (next((rank for rank in holders if rank not in self._gone), None) for holders in self.order.holders)
         return not came >= {rank for rank in first if rank is not None}
 
 

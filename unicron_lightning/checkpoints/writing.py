@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
+from pathlib import Path
 
 from unicron_lightning.checkpoints.messages import ToWorker, VersionOver, VersionWritten, WriteVersion
+from unicron_lightning.checkpoints.records import leave_record
 from unicron_lightning.checkpoints.storage import storage_of
 from unicron_lightning.checkpoints.version import WritingVersion
 
@@ -61,6 +64,7 @@ class Versions:
             outcome = version.advance()
             if isinstance(outcome, VersionWritten):
                 self._complete = max(self._complete, number)
+                _leave_record(version.order, outcome.digest)
             elif outcome is not None:
                 self._failed.append(version)
             if outcome is not None:
@@ -79,3 +83,10 @@ class Versions:
             failed.forget(now=True)
         for version, _ in self._versions.values():
             version.leave()
+
+
+def _leave_record(order: WriteVersion, digest: str) -> None:
+    """Leave the record of a complete version, as its worker may have ended."""
+    if order.record:
+        with contextlib.suppress(OSError):  # the agent, too
+            leave_record(Path(order.record), order.path, order.step, digest, order.fit)
