@@ -99,7 +99,8 @@ def report_exception(control: Control | None, error: BaseException, engine: Engi
         control.report("parameters_differ", str(error), phase="commit", step=step, details={})
     elif control is not None and isinstance(error, Exception):
         told = describe(error)
-        first = told.phase in BETWEEN and told.phase not in activity.passed
+        phase = told.phase if told.phase in BETWEEN else activity.now.phase  # a hook may be called anywhere
+        first = phase in BETWEEN and phase not in activity.passed
         details = {**told.details, "first": True} if first else told.details
         control.report(told.kind, told.cause, phase=told.phase, step=step, details=details, ends=True)
 

@@ -77,6 +77,20 @@ def test_an_error_in_the_first_checkpoint_of_a_process_is_told_as_such():
     assert not failing()
 
 
+@pytest.mark.parametrize("phase", ["epoch_end", "validation", "hooks"])
+def test_an_error_in_a_hook_is_first_if_the_process_has_not_passed_the_phase(phase: Any):
+    """Hooks of the end of a data epoch, and predictions, have no frame of their own that tells the phase."""
+    control, activity = Control(), Activity()
+    engine: Any = SimpleNamespace(step=7, activity=activity)
+    activity.enter(phase)
+    report_exception(control, KeyError("x"), engine)  # type: ignore[arg-type]
+    assert control.first is (phase != "hooks")
+    activity.enter("boundary")
+    activity.enter(phase)
+    report_exception(control, KeyError("x"), engine)  # type: ignore[arg-type]
+    assert not control.first
+
+
 @pytest.mark.parametrize(("stops", "kind"), [(True, "parameters_differ"), (False, "other_software_error")])
 def test_parameters_that_differ_end_the_task_only_with_stop(stops: bool, kind: str):
     control: Any = Control()

@@ -33,7 +33,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     place: str = ""
     """``fault`` without the step."""
     first: bool = False
-    """Whether it was raised in the first validation, or checkpoint, of its process."""
+    """Whether it was raised in a phase between steps, e.g. a validation, that its process had not passed before."""
     frames: tuple[str, ...] = ()
     """The last frames of an exception, the innermost last."""
     output: tuple[str, ...] = ()
