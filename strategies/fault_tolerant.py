@@ -41,6 +41,7 @@ from unicron_lightning.strategies.metrics.loggers import follow, keep_files, tak
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype
 from unicron_lightning.strategies.metrics.sums import SumsLayout
 from unicron_lightning.strategies.parallelism import Parallelism
+from unicron_lightning.strategies.passes import estimates
 from unicron_lightning.strategies.passes.loaders import Loaders
 from unicron_lightning.strategies.passes.script_loaders import loading
 from unicron_lightning.strategies.passes.validation_clock import TimedValidation
@@ -275,8 +276,7 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        with self.loaders.estimating(trainer):
-            self.parallelism.set_up_optimizers(trainer, super().setup_optimizers)
+        self.parallelism.set_up_optimizers(trainer, super().setup_optimizers)
 
     @override
     def on_train_start(self) -> None:
@@ -513,3 +513,4 @@ class FaultTolerantStrategy(CollectingStrategy):
 
 
 lightning_root.meet(FaultTolerantStrategy)
+estimates.install()

@@ -6,7 +6,7 @@ import base64
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
 logger = logging.getLogger(__name__)
+
+_KEPT: Final = 32
+"""Checkpoints: more than are written at a time."""
 
 
 class Membership:
@@ -51,6 +54,8 @@ class Membership:
         """The trainer's ``limit_train_batches``, which is 0 while a fit is left out."""
         self._sanity_steps: int | float | None = None
         """The trainer's ``num_sanity_val_steps`` before a fit that this worker begins late, or leaves out."""
+        self._kept: list[str] = []
+        """Checkpoints that callbacks have kept, those among them that may not be removed yet."""
         self._late = False
         """Whether this worker is on its way to its first step, with a state that others have trained."""
 
@@ -244,9 +249,10 @@ class Membership:
 
     def beside(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> bytes:
         """Encode the state that a checkpoint of this moment leaves out."""
-        strategy = self._strategy
+        strategy, known = self._strategy, dict.fromkeys((*self._kept, *callbacks.kept_paths(trainer)))
+        self._kept = [*known][-_KEPT:]
         found = join_state.beside(trainer, checkpoint, strategy.agreed, strategy.seed, strategy.session.fits)
-        return codec.encode({**found, **strategy.parallelism.state(trainer)})
+        return codec.encode({**found, **strategy.parallelism.state(trainer), "kept": self._kept})
 
 
 def _nothing() -> None:

@@ -58,11 +58,33 @@ def restore(trainer: pl.Trainer, known: Mapping[str, Sequence[Any]]) -> None:
         lightning_setattr(trainer.lightning_module, name, rate)
 
 
-def note_saved(trainer: pl.Trainer, path: str) -> None:
-    """Have the callback that has written a checkpoint know so: its state in there is of the moment before."""
+def kept_paths(trainer: pl.Trainer) -> list[str]:
+    """Return the checkpoints that callbacks know and keep."""
+    found = (each for saver in _of(trainer, ModelCheckpoint) for each in (*_best(saver), saver.last_model_path) if each)
+    return [*dict.fromkeys(found)]
+
+
+def note_saved(trainer: pl.Trainer, path: str, known: Sequence[str]) -> None:
+    """Have the callback that has written a checkpoint know so, and remove what it would have removed then.
+
+    Its state in the checkpoint is of the moment before.
+
+    Args:
+        trainer: has resumed from the checkpoint.
+        path: of the checkpoint.
+        known: checkpoints that callbacks have kept up to that moment.
+    """
+    kept = kept_paths(trainer)
     for saver in _of(trainer, ModelCheckpoint):
-        if path in map(located, (saver.best_model_path, saver.last_model_path, *saver.best_k_models)):
+        if path in map(located, (*_best(saver), saver.last_model_path)):
             saver._last_global_step_saved, saver._last_checkpoint_saved = trainer.global_step, path
+            for each in known:
+                if each not in kept and saver._should_remove_checkpoint(trainer, each, path):
+                    saver._remove_checkpoint(trainer, each)
+
+
+def _best(saver: ModelCheckpoint) -> Sequence[str]:
+    return saver.best_model_path, *saver.best_k_models
 
 
 def catch_up(trainer: pl.Trainer, known: Mapping[str, Sequence[Any]]) -> None:

@@ -361,7 +361,7 @@ def restore_again(trainer: pl.Trainer, state: dict[str, Any], layout: SumsLayout
         connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics = state["metrics"]
     callbacks.restore(trainer, state.get("callbacks", {}))
     if not is_at_boundary(state):
-        callbacks.note_saved(trainer, state["path"])
+        callbacks.note_saved(trainer, state["path"], state.get("kept", ()))
     set_layers(trainer.lightning_module, state.get("layers", {}))
     for (owner, _), values in zip(_settings(trainer), state.get("settings", ()), strict=False):
         for name, value in values.items():

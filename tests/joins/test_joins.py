@@ -63,12 +63,15 @@ def test_workers_that_begin_apart_save_in_one_folder(name: str, place: Site) -> 
 
 @pytest.mark.parametrize("name", [*LOST, *chosen(RANDOMLY_LOST)])
 def test_a_new_life_continues_where_the_one_before_was_left(name: str, place: Site, tmp_path: Path) -> None:
-    ends = results(place.run(name))
+    folder = place.run(name)
+    ends = results(folder)
     assert [each["replaces"] for each in ends] == [True, True]
     of_memory = "memory" in name or name in RANDOMLY_LOST
     assert f"task_resumes_from_{'memory' if of_memory else 'checkpoint'}" in place.log(name)
     alone = train(script_of(name), tmp_path, alone=True)["end"]
     assert [far(each["end"], alone) for each in ends] == [{}, {}]
+    kept = [sorted(path.name for path in each.glob("saved/*")) for each in (folder, tmp_path)]
+    assert kept[0] == kept[1]
 
 
 def test_a_joiner_that_differs_ends_with_the_name_of_the_parameter(place: Site) -> None:

@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, IterableDataset
 
+from unicron_lightning.errors import ConfigError
+
 STATED = 10
 
 
@@ -43,6 +45,9 @@ class Scheduled(BoringModel):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         return [optimizer], []
 
+    def on_train_start(self) -> None:
+        assert self.trainer.estimated_stepping_batches == self.estimates[0], "elsewhere it is the same"
+
     def on_train_end(self) -> None:
         self.estimates.append(self.trainer.global_step)
 
@@ -68,3 +73,20 @@ def test_estimate(data: Any, accumulation: int, given: dict[str, Any], estimate:
     trainer = pl.Trainer(strategy="unicron", accelerator="cpu", enable_checkpointing=False, **quiet | settings | given)
     trainer.fit(module, DataLoader(data, batch_size=2))
     assert module.estimates == [estimate, steps]
+
+
+@pytest.mark.parametrize("data", [Stream(4), {"a": Stream(4), "b": Stream(5)}, [Stream(4), Stream(6)]])
+def test_what_is_not_known_is_an_error(data: Any) -> None:
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(strategy="unicron", accelerator="cpu", max_epochs=2, enable_checkpointing=False, **quiet)
+    sets = data if isinstance(data, (dict, list)) else [data]
+    loaders = {k: DataLoader(v) for k, v in sets.items()} if isinstance(sets, dict) else [DataLoader(v) for v in sets]
+    with pytest.raises(ConfigError, match=r"without a length.*max_steps.*limit_train_batches"):
+        trainer.fit(Scheduled(), loaders if len(loaders) > 1 else loaders[0])
+
+
+def test_other_strategies_estimate_as_before() -> None:
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(BoringModel())
+    trainer._data_connector.attach_data(trainer.lightning_module, DataLoader(Stream(4)))
+    assert trainer.estimated_stepping_batches == -1
