@@ -24,7 +24,7 @@ def estimated_steps(trainer: pl.Trainer) -> float:
         return own
     with loaders.estimating(trainer):
         found: float = _LIGHTNINGS.fget(trainer)
-    if found == -1:
+    if found == -1 and loaders.training is not None:  # otherwise there is no data yet
         raise ConfigError(
             "trainer.estimated_stepping_batches: the training data is iterable without a length, and so the number of "
             "steps is not known; set Trainer(max_steps=...) or Trainer(limit_train_batches=...)"
