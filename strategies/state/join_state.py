@@ -223,7 +223,9 @@ def resume(trainer: pl.Trainer, path: str, take_beside: Callable[[], bytes | Non
     """
     logger.warning("task_resumes_from_checkpoint path=%s", path)
     connector = trainer._checkpoint_connector
+    given = connector._ckpt_path
     connector.resume_start(path, weights_only=True)  # the path came over the network: no code in the file is run
+    connector._ckpt_path = given  # callbacks keep what a user resumes from; this one is replaced as any other
     checkpoint = connector._loaded_checkpoint
     cut_rows(trainer.loggers, int(checkpoint["global_step"]))
     trainer.num_sanity_val_steps = 0
