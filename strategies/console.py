@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection
+from pathlib import Path
 from typing import Final
 
 import lightning.pytorch as pl
@@ -61,7 +62,7 @@ class Announcements:
         if before.epoch in (0, world.epoch) or not world.workers:
             return None
         if world.kind == "pause":
-            return f"the task pauses: step {step} is saved" if _is_first_of_agent(world) else None
+            return None  # until the state is saved
         gone = [rank for rank, worker in enumerate(before.workers) if worker not in world.workers]
         new = [rank for rank, worker in enumerate(world.workers) if worker not in before.workers]
         left, came = Counter(before.nodes[rank] for rank in gone), Counter(world.nodes[rank] for rank in new)
@@ -78,6 +79,13 @@ class Announcements:
         rest = f"{_workers(world.size, spares, ' left')}"
         parts = [*parts, rest] if gone else [f"connections of {_workers(world.size)} renewed"]
         return "; ".join([*parts, "held below the minimum" if world.hold else f"step {step} continues"])
+
+
+def say_saved(trainer: pl.Trainer, world: World, path: Path) -> None:
+    """Print where the state of a pausing task is saved, and how it is resumed; on the first worker of each agent."""
+    if world.kind == "pause" and _is_first_of_agent(world):
+        resumes = "to resume after its end, give this path to trainer.fit(ckpt_path=...)"
+        say(trainer, f"the task pauses: step {trainer.global_step} is saved in {path}; {resumes}")
 
 
 def say(trainer: pl.Trainer, line: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import lightning.pytorch as pl
 import msgspec
 
+from unicron_lightning.strategies.console import say_saved
 from unicron_lightning.strategies.state.join_state import WHOLE
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.control.thread import terminable
@@ -43,6 +44,7 @@ def part(strategy: FaultTolerantStrategy, trainer: pl.Trainer, state: dict[str, 
         word = msgspec.structs.replace(strategy.reported.saved[str(path)], parting=True)
         for logger in trainer.loggers:
             logger.save()
+        say_saved(trainer, engine.world, path)
         strategy.persisting.finish(_OTHERS_SECONDS)
         engine.run(Parting(lambda: control.send(word)))
 

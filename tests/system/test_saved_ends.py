@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +16,25 @@ import torch
 from system.cluster import Cluster
 from system.judge import Reference, check_exact
 
+from unicron_lightning.local_cluster.processes import free_port
+
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
 SETTINGS: dict[str, Any] = {"pace": 0.05, "epochs": 5}
+TRAIN = """
+import time
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Slow(BoringModel):
+    def training_step(self, batch, batch_idx):
+        print(f"step {self.global_step} begins", flush=True)
+        time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "enable_progress_bar": False}
+pl.Trainer(strategy="unicron", accelerator="cpu", devices=1, max_epochs=-1, limit_val_batches=0, **quiet).fit(Slow())
+"""
 
 
 def ended(cluster: Cluster, seconds: float) -> set[int]:
@@ -63,6 +83,26 @@ def test_a_version_that_is_complete_after_the_errors_of_all_workers_is_resumed(t
     assert {path.read_text() for path in tmp_path.glob("first-*")} == {"6"}
 
 
+def test_ctrl_c_names_the_saved_state_in_the_terminal_and_in_jobs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    own = {"UNICRON_ENDPOINT": f"127.0.0.1:{free_port()}", "UNICRON_STATE_DIR": str(tmp_path / "state")}
+    common = {"cwd": tmp_path, "env": {**os.environ, **own}, "text": True}
+    program = ["-c", "from unicron_lightning.cli import main; main()"]
+    command = [sys.executable, *program, "run", "train.py", "--workers", "1"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **common)
+    assert run.stdout is not None
+    printed = next(line for line in run.stdout if "step 3 begins" in line)
+    run.send_signal(signal.SIGINT)
+    printed += run.communicate(timeout=60)[0]
+    assert run.returncode == 130
+    (path,) = tmp_path.glob("checkpoints/last-pause-step=*.ckpt")
+    saved = f" is saved in {path}; to resume"
+    assert saved in printed
+    jobs = subprocess.run([sys.executable, *program, "jobs", "--json"], capture_output=True, check=True, **common)
+    (job,) = json.loads(jobs.stdout)
+    assert job["state"] == "cancelled" and saved in job["reason"]
+
+
 def test_cancel_saves(tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path, settings=SETTINGS) as cluster:
         cluster.wait_world(3)
@@ -70,5 +110,6 @@ def test_cancel_saves(tmp_path: Path, reference: Reference) -> None:
         assert 0 not in ended(cluster, 30)
         path = check_saved(cluster)
         (over,) = cluster.events("task_over")
-        assert over["reason"] == "cancelled"
+        assert over["reason"].startswith("cancelled; step ") and f" is saved in {path}; " in over["reason"]
+        assert any(f" is saved in {path}; " in cluster.log(name) for name in cluster.agents)
     check_resumed(tmp_path, path, reference)

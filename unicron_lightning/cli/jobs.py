@@ -86,7 +86,7 @@ def _cancel(options: argparse.Namespace) -> int:
         print(json.dumps(answer, indent=2))
         return 0
     saves = options.save and answer["ended_at"] is None
-    follows = ", and ends once it has written a checkpoint" if saves else ""
+    follows = ", and ends once it has written a checkpoint; then `unicron jobs` names it" if saves else ""
     print(visible(f"{answer['name']}: {answer['state']}{follows}"))
     return 0
 

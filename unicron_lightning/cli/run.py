@@ -76,14 +76,18 @@ def _run(options: argparse.Namespace) -> int:
     workers = "1 worker" if options.workers == 1 else f"{options.workers} workers"
     print(f"unicron: {workers} of task {cluster.task}, endpoint {cluster.endpoint}", file=sys.stderr)
     succeeded = False
+    outputs: list[_Output] = []
     try:
         cluster.start()
-        succeeded = _follow(cluster)
+        outputs = [_Output(node, Tail(cluster.processes.log(f"agent-{node}"))) for node in cluster.agents]
+        succeeded = _follow(cluster, outputs)
         return 0 if succeeded else 1
     except KeyboardInterrupt:
         return _INTERRUPTED
     finally:
         cluster.close(keep=not succeeded)
+        for output in outputs:  # also what the nodes have printed while they ended, such as where the state is saved
+            output.close()
         if not succeeded and options.logs:  # the cluster logs a folder of its own
             print(f"unicron: the nodes' outputs are in {visible(str(cluster.folder))}", file=sys.stderr)
 
@@ -119,21 +123,15 @@ def _use_own_endpoint(cluster: LocalCluster, given: str | None) -> None:
     cluster.processes.environment[environ.TOKEN] = token.secret
 
 
-def _follow(cluster: LocalCluster) -> bool:
+def _follow(cluster: LocalCluster, outputs: list[_Output]) -> bool:
     """Print the nodes' outputs until all have ended; return whether the task succeeded."""
-    outputs = {node: _Output(node, Tail(cluster.processes.log(f"agent-{node}"))) for node in cluster.agents}
-    started = time.time()
-    try:
-        running = True
-        while running:
-            running = any(agent.poll() is None for agent in cluster.agents.values())
-            for output in outputs.values():
-                output.print()
-            if running:
-                time.sleep(_POLL_SECONDS)
-    finally:
-        for output in outputs.values():
-            output.close()
+    started, running = time.time(), True
+    while running:
+        running = any(agent.poll() is None for agent in cluster.agents.values())
+        for output in outputs:
+            output.print()
+        if running:
+            time.sleep(_POLL_SECONDS)
     ends = [event["fields"]["succeeded"] for event in cluster.events("task_over") if event["at"] >= started]
     return bool(ends and ends[-1])
 
@@ -151,7 +149,8 @@ class _Output:
             print(f"{self._node} | {line}", flush=True)
 
     def close(self) -> None:
-        """Print the unfinished line, if any, and close the file."""
+        """Print the rest, with an unfinished line, and close the file."""
+        self.print()
         if self._rest:
             print(f"{self._node} | {self._rest}", flush=True)
         self._tail.close()

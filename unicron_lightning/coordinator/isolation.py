@@ -104,7 +104,7 @@ def stop(cluster: Cluster, turn: Turn, task_id: str, why: str) -> None:
         if conn is None:
             turn.timer("lost", turn.limits.reconnect_grace, task=task_id, agent=each.id)
     cluster.tasks[task_id] = task
-    jobs.ended(task, turn, succeeded=False, reason=reason)
+    jobs.ended(task, turn, state="failed", reason=reason)
     _log(turn, "task_stopped", task_id, reason)
     turn.save(task)
     turn.to_review[task_id] = task

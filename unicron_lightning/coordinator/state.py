@@ -204,7 +204,7 @@ class Task(msgspec.Struct, kw_only=True):
     """Replaced only by the transitions in `lifecycle`; read through the properties below."""
     agents_succeeded: int = 0
     pause_reason: PauseReason = "plan"
-    """While `pausing`: the plan gives the task no place, an operator cancels it, or all members' agents depart."""
+    """Of the newest pause: the plan gives the task no place, an operator cancels it, or all members' agents depart."""
 
     life: int = 1
     number: int = 0

@@ -119,7 +119,26 @@ def test_a_cancelled_task_ends_once_it_is_saved_or_the_time_is_over(written: boo
         b.saved("/x", 7, parting=True)
     else:
         world.advance(world.limits.pause_grace)
-    assert a.last(wire.TaskOver).reason == b.last(wire.TaskOver).reason == "cancelled"
+    resumes = "; step 7 is saved in /x; to resume, give this path to trainer.fit(ckpt_path=...)" if written else ""
+    assert a.last(wire.TaskOver).reason == b.last(wire.TaskOver).reason == f"cancelled{resumes}"
+    assert world.machine.lasting.results[-1].state == "cancelled"
+
+
+def test_a_task_whose_agents_were_all_asked_to_end_is_cancelled() -> None:
+    world = World()
+    a, b = running(world, 2)
+    for agent in (a, b):
+        agent.say(wire.Departing())
+    for agent in (a, b):
+        agent.ready(world.task().number, 0, step=7)  # a leaves
+    b.ready(world.task().number, 0, step=7)
+    b.saved("/x", 7, parting=True)
+    for agent in (a, b):
+        agent.bye(succeeded=False)
+    end = world.machine.lasting.results[-1]
+    assert end.state == "cancelled"
+    why = "all agents were asked to end, by SIGTERM or Ctrl-C"
+    assert end.reason == f"{why}; step 7 is saved in /x; to resume, give this path to trainer.fit(ckpt_path=...)"
 
 
 def test_a_cancel_meanwhile_ends_the_task_at_once() -> None:

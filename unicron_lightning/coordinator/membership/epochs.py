@@ -29,7 +29,7 @@ from unicron_lightning.coordinator.membership import memory
 from unicron_lightning.coordinator.membership.replicas import awaited, bearable, fewest
 from unicron_lightning.coordinator.membership.slots import leaving, revoke
 from unicron_lightning.coordinator.orders import relayout
-from unicron_lightning.coordinator.orders.jobs import CANCELLED, finish
+from unicron_lightning.coordinator.orders.jobs import CANCELLED, finish, saved
 from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.state import Agent, PauseReason, Task, Worker
 from unicron_lightning.wire.epoch_changes import change_of
@@ -265,11 +265,10 @@ def _stop(task: Task, turn: Turn) -> None:
         lifecycle.end_pausing(task)
         turn.cancel("pause", task=task.id)
     if task.pause_reason == "cancel":
-        finish(task, turn, succeeded=False, reason=CANCELLED)
+        finish(task, turn, succeeded=False, reason=f"{CANCELLED}{saved(task)}")
         return
     for agent_id in list(task.slots):
         _dismiss(task, turn, agent_id)
-    task.pause_reason = "plan"
     if task.formed:
         lifecycle.lose_slots(task)
     turn.emit(task, "task_paused", step=task.checkpoint.step if task.checkpoint else None)

@@ -31,7 +31,7 @@ from unicron_lightning.coordinator.membership.epochs import (
     send_go,
     welcome,
 )
-from unicron_lightning.coordinator.orders.jobs import finish, is_job
+from unicron_lightning.coordinator.orders.jobs import finish, is_job, saved
 from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.severity import reports
@@ -307,7 +307,9 @@ def review_end(task: Task, turn: Turn) -> None:
         return
     failed = task.failed_end
     if not task.agents:
-        finish(task, turn, succeeded=task.finishing and not failed, reason=failed or _end_of(task))
+        done = task.finishing and not failed
+        departed = not (done or failed) and task.epoch is None and task.pause_reason == "departure"
+        finish(task, turn, succeeded=done, reason=failed or _end_of(task, departed), interrupted=departed)
     elif task.finishing and not task.slots:
         # The remaining agents wait: stand-bys, which are not needed, or agents whose workers failed at the end.
         stopped = any(agent.holder for agent in task.agents.values())
@@ -315,12 +317,12 @@ def review_end(task: Task, turn: Turn) -> None:
         finish(task, turn, succeeded=succeeded, reason=_FINISHED if succeeded else failed or "no agent runs any more")
 
 
-def _end_of(task: Task) -> str:
+def _end_of(task: Task, departed: bool) -> str:
     """Return why a task without agents is over, with its newest checkpoint if it has not finished."""
     if task.finishing:
         return _FINISHED
-    newest = task.checkpoint
-    return "no agent is left" + ("" if newest is None else f"; step {newest.step} is saved in {newest.path}")
+    why = "all agents were asked to end, by SIGTERM or Ctrl-C" if departed else "no agent is left"
+    return f"{why}{saved(task)}"
 
 
 def _declare_lost(task: Task, turn: Turn, agent: Agent) -> None:

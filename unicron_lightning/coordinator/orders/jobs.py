@@ -23,10 +23,11 @@ from unicron_lightning.coordinator.state import Cluster, JobResult, Lasting, Tas
 from unicron_lightning.jobs import Job
 from unicron_lightning.wire.fields import shortened
 
-JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+EndState = Literal["succeeded", "failed", "cancelled"]
+JobState = Literal["queued", "running", EndState]
 
 CANCELLED: Final = "cancelled"
-"""Reason of a task's end by order."""
+"""Reason of a task's end by order; also its beginning, if a checkpoint was written first."""
 _RESULTS_KEPT: Final = 500
 _SUBMISSIONS_APART: Final = 1e-6
 """[s] between the times of jobs that are submitted together, which order the queue."""
@@ -106,23 +107,40 @@ def is_job(task: Task, turn: Turn) -> bool:
     return task.id in turn.lasting.jobs
 
 
-def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
-    """End a task, submitted or not, and notify all its agents."""
+def saved(task: Task) -> str:
+    """Return the part of a task's last reason that names its newest checkpoint, and how a new task resumes from it."""
+    newest = task.checkpoint
+    if newest is None:
+        return ""
+    return f"; step {newest.step} is saved in {newest.path}; to resume, give this path to trainer.fit(ckpt_path=...)"
+
+
+def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str, interrupted: bool = False) -> None:
+    """End a task, submitted or not, and notify all its agents.
+
+    Args:
+        task: not over yet.
+        turn: the present one.
+        succeeded: whether its work is done.
+        reason: for its user.
+        interrupted: whether its user ended it, in another way than by `CANCELLED`.
+    """
     lifecycle.end(task, succeeded=succeeded)
-    ended(task, turn, succeeded=succeeded, reason=reason)
+    cancelled = interrupted or reason.startswith(CANCELLED)
+    ended(task, turn, state="cancelled" if cancelled else "succeeded" if succeeded else "failed", reason=reason)
     for agent in task.agents.values():
         turn.send(agent, wire.TaskOver(succeeded=succeeded, reason=reason))
     turn.log(task, TaskEnd(succeeded=succeeded, reason=reason, life=task.life, epoch=task.number))
 
 
-def ended(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
+def ended(task: Task, turn: Turn, *, state: EndState, reason: str) -> None:
     """Record how a task, submitted or not, has ended, and release or end the jobs that come after it."""
     lasting = turn.lasting
     lasting.held.pop(task.id, None)
     job = lasting.jobs.pop(task.id, None)
     result = JobResult(
         name=task.id,
-        state="cancelled" if reason == CANCELLED else "succeeded" if succeeded else "failed",
+        state=state,
         reason=reason,
         managed=job is not None,
         submitted_at=job.submitted_at if job else task.created_at,
