@@ -231,7 +231,9 @@ def test_the_token_is_shown(tmp_path):
         assert unicron("status", "--endpoint", endpoint, "--token-file", str(file)).returncode == 0
 
 
-def test_the_configuration_can_be_shown():
+def test_the_configuration_can_be_shown(monkeypatch):
+    monkeypatch.setenv("UNICRON_ENDPOINT", "HOST:4321")
+    assert "port: 4321" in unicron("coordinator", "--cfg", "job", "--resolve").stdout
     done = unicron("coordinator", "--cfg", "job", "coordinator.port=1234")
     assert done.returncode == 0
     assert "port: 1234" in done.stdout

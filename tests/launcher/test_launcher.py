@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from coordinator.shell import Coordinator
 
 from unicron_lightning.launcher.job import quoted
 from unicron_lightning.local_cluster.cluster import LocalCluster
@@ -62,15 +63,18 @@ def test_a_sweep_shares_a_cluster_and_its_results_come_in_order(tmp_path: Path) 
     assert all(job["name"].startswith("program-") for job in jobs)
 
 
-def test_without_a_cluster_a_sweep_runs_its_own(tmp_path: Path) -> None:
-    done, returns = sweep(tmp_path, "x=5,6", "hydra.launcher.slots=2", "hydra.launcher.endpoint=127.0.0.1:1")
+def test_beside_a_coordinator_that_runs_no_jobs_a_sweep_runs_its_own(tmp_path: Path) -> None:
+    """As the one that an agent of a training starts; the variable names it."""
+    with Coordinator(tmp_path / "state", "coordinator=embedded", "coordinator.startup_linger=200") as other:
+        endpoint = f"127.0.0.1:{other.port}"
+        done, returns = sweep(tmp_path, "x=5,6", "hydra.launcher.slots=2", UNICRON_ENDPOINT=endpoint)
     assert done.returncode == 0, done.stderr
+    assert f"the coordinator at {endpoint} belongs to a training and has no daemons" in done.stdout
     assert [each["returned"]["twice"] for each in returns] == [10, 12]
     assert [Path(each["folder"]).name for each in returns] == ["0", "1"]
 
 
 def test_no_coordinator_is_said_in_words(tmp_path: Path) -> None:
-    endpoint = "hydra.launcher.endpoint=127.0.0.1:1"
-    done, _ = sweep(tmp_path, "x=5,6", endpoint, "hydra.launcher.embedded=false")
+    done, _ = sweep(tmp_path, "x=5,6", "hydra.launcher.embedded=false", UNICRON_ENDPOINT="127.0.0.1:1")
     assert done.returncode == 1
     assert "no coordinator answers at 127.0.0.1:1" in done.stderr

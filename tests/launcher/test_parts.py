@@ -217,6 +217,17 @@ def test_ends_are_in_the_order_of_the_jobs() -> None:
     assert coordinator.cancelled == []
 
 
+def test_the_reason_of_jobs_that_wait_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("unicron_lightning.launcher.sweep._PATIENCE_SECONDS", 0.0)
+    waiting = dict.fromkeys(range(3), "queued")
+    run(FakeCoordinator(waiting, waiting, {**waiting, 0: "running"}, dict.fromkeys(range(3), "succeeded")))
+    assert [each.getMessage() for each in caplog.records if "jobs_wait" in each.getMessage()] == [
+        "jobs_wait number=3 reason=None"
+    ]
+
+
 def test_a_sweep_that_is_terminated_cancels_its_jobs() -> None:
     class Terminated(FakeCoordinator):
         def __call__(self, path: str, **options: Any) -> Any:

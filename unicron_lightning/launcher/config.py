@@ -13,8 +13,8 @@ class LauncherConfig(JobShare):
     """Schema of ``hydra.launcher``; the share is that of each job."""
 
     _target_: str = "hydra_plugins.hydra_unicron_launcher.unicron_launcher.UnicronLauncher"
-    endpoint: str = "127.0.0.1:29461"
-    """``HOST:PORT`` of the coordinator."""
+    endpoint: str | None = None
+    """``HOST:PORT`` of the coordinator; None: the variable UNICRON_ENDPOINT, else 127.0.0.1:29461."""
     token_file: str | None = None
     """File with the coordinator's token; None: the variable UNICRON_TOKEN, else the file made for the user."""
     forwarded: bool = False
@@ -36,7 +36,7 @@ class LauncherConfig(JobShare):
     unavailable_seconds: float = 600.0
     """Seconds that the coordinator may be away before the sweep fails."""
     embedded: bool = True
-    """Whether to run a cluster on this machine, for the sweep only, if a loopback endpoint does not answer."""
+    """Whether to run a cluster on this machine, for the sweep only, if none runs jobs at a loopback endpoint."""
     slots: int = 1
     """Slots of that cluster: the number of jobs that run at a time, with one node each."""
 

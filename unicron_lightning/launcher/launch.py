@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unicron_lightning import environ
 from unicron_lightning.agent.options import DEFAULT_HOST, parse_endpoint
-from unicron_lightning.cli.client import Access
+from unicron_lightning.cli.client import DEFAULT_ENDPOINT, Access, fetch
 from unicron_lightning.credentials import is_loopback, token_for
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.jobs import Job, problem
@@ -113,7 +113,12 @@ def finish(returned: JobReturn, name: str, end: Ended) -> None:
 
 @contextmanager
 def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, Access]]:
-    if options.embedded and _nothing_listens(options.endpoint):
+    endpoint = options.endpoint or os.environ.get(environ.ENDPOINT) or DEFAULT_ENDPOINT
+    access = None if options.embedded and _nothing_listens(endpoint) else _access(options, endpoint)
+    if access is not None and options.embedded and _runs_no_jobs(endpoint, access):
+        logger.info("the coordinator at %s belongs to a training and has no daemons: it runs no jobs", endpoint)
+        access = None
+    if access is None:
         with (
             TemporaryDirectory(
                 prefix="unicron-sweep-"
@@ -124,16 +129,28 @@ def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, Ac
             logger.info(words, cluster.endpoint, cluster.folder / "logs")
             yield cluster.endpoint, cluster.access
     else:
-        host = options.endpoint.rpartition(":")[0] or options.endpoint
-        token = token_for(host, options.token_file, option="hydra.launcher.token_file=")
-        trust = trust_for(
-            host,
-            tls=options.tls,
-            client=options.tls_client,
-            plaintext=options.plaintext,
-            option="hydra.launcher.tls=",
-        )
-        yield options.endpoint, Access(token=token, forwarded=options.forwarded, trust=trust)
+        yield endpoint, access
+
+
+def _access(options: LauncherConfig, endpoint: str) -> Access:
+    host = endpoint.rpartition(":")[0] or endpoint
+    token = token_for(host, options.token_file, option="hydra.launcher.token_file=")
+    trust = trust_for(
+        host,
+        tls=options.tls,
+        client=options.tls_client,
+        plaintext=options.plaintext,
+        option="hydra.launcher.tls=",
+    )
+    return Access(token=token, forwarded=options.forwarded, trust=trust)
+
+
+def _runs_no_jobs(endpoint: str, access: Access) -> bool:
+    """Whether the coordinator of this machine was started by an agent of a training, and no daemon is connected."""
+    if not is_loopback(parse_endpoint(endpoint)[0]):
+        return False
+    status = fetch(endpoint, "/v1/status", access)
+    return bool(status["coordinator"]["embedded"]) and not status["nodes"]
 
 
 def _own_cluster(options: LauncherConfig, sweep_dir: Path, state: Path) -> LocalCluster:

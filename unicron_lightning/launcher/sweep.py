@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from unicron_lightning.jobs import Job
 logger = logging.getLogger(__name__)
 
 _OPEN: Final = ("queued", "running")
+_PATIENCE_SECONDS: Final = 5.0
+"""Time without a running job after which the reason is logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,10 @@ class Sweep:
         self._unavailable_seconds = unavailable_seconds
         self._ended: dict[str, Ended] = {}
         self._states: dict[str, str] = {}
+        self._ran_at = time.monotonic()
+        """Time at which a job ran last, or the sweep began."""
+        self._reasons: set[str] = set()
+        """Logged reasons of the jobs that wait now."""
 
     def run(self, jobs: Sequence[Job]) -> list[Ended]:
         """Submit the jobs, and return their ends, in order. Any interruption cancels them.
@@ -101,6 +108,18 @@ class Sweep:
             else:
                 del self._states[name]
                 self._ended[name] = Ended(state=state, reason=reason)
+        if "running" in self._states.values():
+            self._ran_at, self._reasons = time.monotonic(), set()
+        elif time.monotonic() - self._ran_at >= _PATIENCE_SECONDS:
+            self._tell_reasons(known)
+
+    def _tell_reasons(self, known: dict[str, dict[str, Any]]) -> None:
+        """Log why no job runs: each reason once."""
+        waiting = Counter(str(known[name]["reason"]) for name in self._states if name in known)
+        for reason, number in waiting.items():
+            if reason not in self._reasons:
+                logger.warning("jobs_wait number=%d reason=%s", number, reason)
+        self._reasons = set(waiting)
 
     def _cancel(self) -> None:
         for name in self._states:

@@ -102,6 +102,29 @@ def test_a_task_that_waits_states_for_what_and_what_would_end_it():
     assert (why(world) or "").startswith("resuming: the coordinator had lost its record")
 
 
+def test_an_agent_whose_grant_is_delayed_states_why():
+    world = World()
+    world.nodes = (2, 2)
+    a = world.agent("a").start()
+    world.task().agents["a"].held = True
+    assert why(world) == "needs 2 nodes, 1 node waits; node-a has failed to start, and begins again after 30 s at most"
+    world.task().agents["a"].held = False
+    a.drop()
+    assert why(world) == "needs 2 nodes, 1 node waits; node-a is away, for detection.reconnect_grace at most"
+
+
+def test_a_task_that_a_new_coordinator_restores_states_for_whom_it_waits():
+    world = World()
+    world.nodes = (2, 3)
+    a, b = (world.agent(name).start() for name in "ab")
+    world.start()
+    assert why(world) == "resuming: waits for node-a, node-b to connect again; for detection.restart_grace at most"
+    a.register()
+    assert why(world) == "resuming: waits for node-b to connect again; for detection.restart_grace at most"
+    b.register()
+    assert why(world) == "starting: no worker has reported yet (those of a script without the strategy do not)"
+
+
 def test_a_hold_ends_the_task_in_time():
     world = World(hold_timeout=100)
     a, b = running(world, 2, nodes=(2, 2))

@@ -182,6 +182,8 @@ def _spelt(value: Any) -> str:
     if derived:
         factor, least = derived.groups()
         return f"{factor} x timeout" + (f", at least {least}" if least else "")
+    if named := re.fullmatch(r"\$\{endpoint_port:(\d+)\}", str(value)):
+        return named[1]
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.allocation.places import is_drained, usable_places
+from unicron_lightning.coordinator.allocation.places import is_assigned, is_drained, occupants, usable_places
 from unicron_lightning.coordinator.membership.replicas import fewest
 from unicron_lightning.coordinator.orders.operator import drained
-from unicron_lightning.coordinator.state import Cluster, Task
+from unicron_lightning.coordinator.severity.apply import LAST_HOLD_SECONDS
+from unicron_lightning.coordinator.state import Agent, Cluster, Task
 from unicron_lightning.wire.fields import counted
 
 _NAMED: Final = 3
@@ -22,6 +24,9 @@ def why_waiting(cluster: Cluster, task: Task) -> str | None:
         return None
     if task.rebuilding:
         return "resuming: the coordinator had lost its record, and waits for agents to register, and for their workers"
+    away = [agent.node for agent in task.agents.values() if agent.conn is None]
+    if task.restoring and away and (task.epoch is None or not task.settled):
+        return f"resuming: waits for {_few(away)} to connect again; for detection.restart_grace at most"
     if task.epoch is not None and (task.epoch.hold or task.pausing or not task.settled):
         return _why_waiting_in_epoch(task, task.epoch)
     if task.slots:
@@ -57,8 +62,7 @@ def _why_waiting_in_epoch(task: Task, epoch: wire.Epoch) -> str | None:
         if epoch.kind in wire.PLANNED and not epoch.hold:
             return None  # its members train until the next step boundary
         late = [member.worker for member in task.live_members() if task.workers[member.worker].ready != task.number]
-        names = f"{', '.join(late[:_NAMED])}{' and others' if len(late) > _NAMED else ''}"
-        return f"recovering: waits for {names or 'its agents'}; for detection.recovery_time at most"
+        return f"recovering: waits for {_few(late) or 'its agents'}; for detection.recovery_time at most"
     here = len({member.agent for member in epoch.members})
     failed = task.severity.latest
     last = f"; last failure, on {failed[-1].node}: {failed[-1].cause or failed[-1].kind}" if failed else ""
@@ -104,4 +108,24 @@ def _why_forming(cluster: Cluster, task: Task) -> str:
     barred = [f"{agent.node} is barred: {agent.barred}" for agent in task.agents.values() if agent.barred]
     drains = [f"drained: {', '.join(sorted({agent.node for agent in out}))}"] if out else []
     here = f"{counted(len(waiting), 'node')} {'waits' if len(waiting) == 1 else 'wait'}"
-    return "; ".join([f"needs {counted(fewest(task), 'node')}, {here}", *drains, *barred])
+    late = [f"{agent.node} {why}" for agent in waiting if (why := _why_late(cluster, agent)) is not None]
+    return "; ".join([f"needs {counted(fewest(task), 'node')}, {here}", *late, *drains, *barred])
+
+
+def _why_late(cluster: Cluster, agent: Agent) -> str | None:
+    """Return why an agent that waits is granted no slot yet, and how long at most."""
+    if agent.conn is None:
+        return "is away, for detection.reconnect_grace at most"
+    if agent.held:
+        return f"has failed to start, and begins again after {LAST_HOLD_SECONDS:g} s at most"
+    if agent.paired.check:
+        return "checks its link to another node, for health.pair_time at most"
+    if agent.place is not None and (user := occupants(cluster, (agent.node,)).get(agent.place)) is not None:
+        return f"waits until the workers of {user[0].id} at its place have ended"
+    if not is_assigned(cluster, agent):
+        return "gets its place when the plan gives it to the task"
+    return None
+
+
+def _few(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:_NAMED])}{' and others' if len(names) > _NAMED else ''}"

@@ -149,6 +149,7 @@ class Api:
             for task in machine.tasks.values()
         }
         coordinator = {**shell.about(), "started_at": shell.started_at, "store_error": shell.store_error}
+        coordinator["embedded"] = machine.limits.exit_when_idle
         answer = {"coordinator": coordinator, "tasks": tasks, "drained": machine.drained}
         answer["cordoned"] = machine.lasting.cordoned
         return web.json_response({**answer, **cluster_status(machine.cluster)})

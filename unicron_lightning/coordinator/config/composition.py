@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from unicron_lightning import environ
 from unicron_lightning.coordinator.config.schema import CoordinatorConfig
 from unicron_lightning.errors import ConfigError, UnicronError
 
 
 def register_schema() -> None:
-    """Register the schema and the resolver ``of_timeout`` with Hydra, which then checks keys and types."""
+    """Register the schema and the resolvers with Hydra, which then checks keys and types."""
     from hydra.core.config_store import ConfigStore
 
     OmegaConf.register_new_resolver("of_timeout", _of_timeout, replace=True)
+    OmegaConf.register_new_resolver("endpoint_port", _endpoint_port, replace=True)
     ConfigStore.instance().store(name="coordinator_schema", node=CoordinatorConfig)
 
 
@@ -46,6 +49,17 @@ def explain(error: BaseException) -> str:
             return f"{cause.full_key}: {str(cause.msg or cause).splitlines()[0]}"
         cause = cause.__cause__
     return str(error)
+
+
+def _endpoint_port(default: int) -> int:
+    """Return the port of the variable that names the coordinator to all commands, which this is one of."""
+    endpoint = os.environ.get(environ.ENDPOINT)
+    if not endpoint:
+        return default
+    port = endpoint.rpartition(":")[2]
+    if not port.isdecimal():
+        raise ConfigError(f"{environ.ENDPOINT}={endpoint!r}: expected HOST:PORT")
+    return int(port)
 
 
 def _of_timeout(factor: float, least: float = 0.0, *, _parent_: DictConfig) -> float:
