@@ -26,12 +26,18 @@ from cross.cases import Case, draw
 from cross.running import Verdict, run, shrink
 from joins.running import Site, site
 
+AT_ONCE = 3
+"""Cases that run beside each other."""
+
 
 def kinds(verdict: Verdict) -> list[str]:
     """Return the kinds by which cases are counted."""
     script = verdict.case.script
     deaths = [f"deaths: {verdict.died}", f"joined: {min(verdict.joined, 4)}"]
-    return [script.strategy, f"data: {script.data}", f"saves: {script.saves or 'nothing'}", *deaths]
+    orders = [f"order: {each}" for each in verdict.given]
+    against = f"against: {'Lightning alone' if verdict.case.plain else 'the strategy in one process'}"
+    strategy = f"{script.strategy} S={script.shard_size}"
+    return [strategy, f"data: {script.data}", f"saves: {script.saves or 'nothing'}", *deaths, *orders, against]
 
 
 def report(verdict: Verdict) -> None:
@@ -45,7 +51,7 @@ def report(verdict: Verdict) -> None:
 
 
 def hunt(place: Site, first: int, minutes: float, *, shrinks: bool) -> int:
-    """Run cases two at a time, from a seed on; return the number that failed."""
+    """Run cases, some at a time, from a seed on; return the number that failed."""
     limit, found, failed, seconds, cases = time.monotonic() + 60 * minutes, Counter[str](), 0, 0.0, 0
     seeds, lock = count(first), threading.Lock()
 
@@ -64,8 +70,8 @@ def hunt(place: Site, first: int, minutes: float, *, shrinks: bool) -> int:
                     print(f"seed {seed}:", end=" ")
                     report(smallest)
 
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(work) for _ in range(2)]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for done in [pool.submit(work) for _ in range(AT_ONCE)]:
             done.result()
     print(f"{cases} cases, {failed} failed, {seconds / max(1, cases):.1f} s each")
     for kind, number in sorted(found.items()):

@@ -10,6 +10,7 @@ parent.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -19,6 +20,9 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -127,9 +131,29 @@ def main() -> None:
     kind, *words = ForkServer(Path(sys.argv[2])).serve()
     sys.argv[1:] = words
     if kind == "agent":
-        torch.distributed.run.main(words)
-    else:
-        importlib.import_module(kind).main(Path(words[0]), words[1])
+        os._exit(_ended(lambda: torch.distributed.run.main(words)))
+    os._exit(_ended(lambda: importlib.import_module(kind).main(Path(words[0]), words[1])))
+
+
+def _ended(main: Callable[[], None]) -> int:
+    """Run a forked process; return its exit status. Its memory is not freed: this would copy all of its parent's."""
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:  # noqa: BLE001 - as the interpreter does at its end
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
 
 
 if __name__ == "__main__":

@@ -67,19 +67,27 @@ class Site:
 
 
 @contextmanager
+def prepared(out: Path) -> Iterator[Path]:
+    """Start the process that forks others; yield its socket."""
+    with ExitStack() as stack:
+        short = Path(tempfile.mkdtemp(prefix="prepared-"))  # UNIX sockets have short paths
+        stack.callback(shutil.rmtree, short, ignore_errors=True)
+        started = Processes(out / "prepared", ENVIRONMENT)
+        stack.callback(started.stop, 0.0)
+        started.start("prepared", [sys.executable, HERE / "prepared.py", str(os.getpid()), short / "socket"])
+        until(f"the prepared process; its log is in {started.folder}", (short / "socket").exists)
+        yield short / "socket"
+
+
+@contextmanager
 def _site(size: int, strategy: str, out: Path) -> Iterator[Site]:
     with ExitStack() as stack:
         coordinator = None
         if strategy != "ddp":
             coordinator = LocalCluster(nodes=[], coordinator=[], folder=out / "coordinator", stop_seconds=0.0)
             stack.enter_context(coordinator)
-        short = Path(tempfile.mkdtemp(prefix="prepared-"))  # UNIX sockets have short paths
-        stack.callback(shutil.rmtree, short, ignore_errors=True)
-        prepared = Processes(out / "prepared", ENVIRONMENT)
-        stack.callback(prepared.stop, 0.0)
-        prepared.start("prepared", [sys.executable, HERE / "prepared.py", str(os.getpid()), short / "socket"])
-        until(f"the prepared process; its log is in {prepared.folder}", (short / "socket").exists)
-        yield Site(size=size, strategy=strategy, out=out, socket=short / "socket", coordinator=coordinator)
+        yield Site(size=size, strategy=strategy, out=out, socket=stack.enter_context(prepared(out)), coordinator=coordinator)
+
 
 
 def run_worlds(strategy: str, names: Sequence[str], out: Path, size: int = 2) -> Records:

@@ -1,4 +1,4 @@
-"""Random cases: a script, and a history of deaths under which it is run; plain values that fit in a line.
+"""Random cases: a script, and a history of deaths and orders under which it is run; plain values that fit in a line.
 
 A case is drawn from a seed. Each field of a script has a simple value, its default, to which a failing case is reduced.
 """
@@ -28,7 +28,14 @@ POINTS: Final = (
     "on_train_end",
 )
 """Where a worker may die: hooks, and within the forward or backward of a micro-batch."""
-HOOKS: Final = ("half_rates", "rate_at_start", "scaled_weights", "counting", "ema", "swa", "stopping")
+FUNCTIONS: Final = 1000
+"""Classes into which the product's functions are divided by their names: a worker may die where it calls one."""
+ORDERS: Final = ("drain", "resize", "agent", "leave", "everything", "coordinator")
+"""What happens to a node or a task beside deaths of workers: its node is drained and allowed again; the task gets a
+node less and all again; an agent is killed with its workers, or leaves by SIGTERM, and another one comes; all agents
+are killed, and start again; the coordinator is killed, and starts again.
+"""
+HOOKS: Final = ("half_rates", "rate_at_start", "scaled_weights", "counting", "ema", "swa", "stopping", "stop")
 STEPS_IN_EPOCH: Final = 6
 """Least number of optimizer steps of an epoch, in a world of two without accumulation."""
 
@@ -38,7 +45,8 @@ class Strike:
     """A death.
 
     Attributes:
-        fit, step, point: when, from 1, 0 and of `POINTS`; the first pass of this point at this step or later.
+        fit, step, point: when, from 1, 0 and of `POINTS`; the first pass of this point at this step or later. Or the
+            number of a class of functions, below `FUNCTIONS`, as text.
         rank: whose; -1: of all ranks.
         joiner: whether only a worker that has taken another's place dies.
         signal: its number; 0: an error that the script raises.
@@ -53,17 +61,36 @@ class Strike:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Order:
+    """What happens beside deaths of workers.
+
+    Attributes:
+        fit, step: when: at the start of this step, or a later one that is the first.
+        kind: of `ORDERS`.
+        node: number of the node that it concerns.
+    """
+
+    fit: int = 1
+    step: int = 3
+    kind: str = "drain"
+    node: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Script:
     """What is trained, and how.
 
     Attributes:
-        strategy: ``unicron``, or ``unicron_fsdp`` with a worker in each replica.
+        strategy: ``unicron``, or ``unicron_fsdp``.
+        shard_size: workers of a replica.
         workers: of the world.
         optimizer: ``sgd``, ``adam``, ``adamw``, or ``manual``: two, of which one steps in every other batch.
         groups: parameter groups.
         schedule: of the rate: empty, ``step``, ``epoch`` or ``plateau``.
         frozen: a layer that is frozen: empty, ``always``, or ``first``, in the first epoch.
         norm, buffer, dropout, unused: parts of the model.
+        tied: whether the model's two outer layers share a weight.
+        scaler: whether gradients are scaled; one of them overflows now and then.
         clip: norm to which gradients are clipped; 0: none.
         accumulation: batches in a step; 0: by a schedule of epochs.
         data: ``map``, ``stream``, ``both`` or ``budget``, a batch sampler whose number of batches changes.
@@ -72,10 +99,12 @@ class Script:
         hooks: of `HOOKS`, what callbacks do.
         validation: empty, ``epoch``, ``second`` (every other epoch) or ``steps``.
         saves: empty, ``model``, ``folder`` or ``memory``: kind of checkpoint.
+        resumes: whether the first fit has the ``ckpt_path`` of another run's checkpoint after one epoch.
         epochs: of the first fit.
     """
 
     strategy: str = "unicron"
+    shard_size: int = 1
     workers: int = 2
     optimizer: str = "sgd"
     groups: int = 1
@@ -85,6 +114,8 @@ class Script:
     buffer: bool = False
     dropout: bool = False
     unused: bool = False
+    tied: bool = False
+    scaler: bool = False
     clip: float = 0.0
     accumulation: int = 1
     data: str = "map"
@@ -94,7 +125,19 @@ class Script:
     hooks: tuple[str, ...] = ()
     validation: str = ""
     saves: str = ""
+    resumes: bool = False
     epochs: int = 2
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether Lightning alone does the same in one process.
+
+        It does not if batches have state of their own (statistics, random numbers), are joined from several loaders,
+        or change in number.
+        """
+        own = self.norm or self.buffer or self.dropout or self.optimizer == "manual" or self.data in ("both", "budget")
+        unequal = {"swa", "stopping", *(("stop",) if self.fits > 1 else ())}
+        return not own and self.validation != "steps" and not unequal & set(self.hooks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,43 +147,61 @@ class Case:
     Attributes:
         script: what is trained.
         strikes: deaths, of which some may find no occasion.
+        orders: what else happens.
         waits: whether survivors wait for each replacement before their next step, so that it joins.
         least: workers of the smallest world; survivors of a smaller one hold.
+        plain: whether it is compared with Lightning alone; else with the strategy in one process.
     """
 
     script: Script = Script()
     strikes: tuple[Strike, ...] = (Strike(),)
+    orders: tuple[Order, ...] = ()
     waits: bool = True
     least: int = 1
+    plain: bool = False
 
     def text(self) -> str:
         """Return the case as a line of JSON, without defaults."""
-        script = {key: value for key, value in asdict(self.script).items() if value != getattr(Script(), key)}
-        strikes = [
-            {key: value for key, value in asdict(each).items() if value != getattr(Strike(), key)}
-            for each in self.strikes
-        ]
-        return json.dumps({"script": script, "strikes": strikes, "waits": self.waits, "least": self.least})
+        values: dict[str, Any] = {"script": _changed(self.script), "strikes": [_changed(each) for each in self.strikes]}
+        values |= {"orders": [_changed(each) for each in self.orders]} if self.orders else {}
+        rest = {name: getattr(self, name) for name in ("waits", "least", "plain")}
+        return json.dumps(values | {name: value for name, value in rest.items() if value != getattr(Case(), name)})
 
     @classmethod
     def from_text(cls, text: str) -> Case:
         """Return the case of a `text`."""
         values: dict[str, Any] = json.loads(text)
         script = {key: tuple(value) if isinstance(value, list) else value for key, value in values["script"].items()}
-        strikes = tuple(Strike(**each) for each in values["strikes"])
-        return cls(script=Script(**script), strikes=strikes, waits=values["waits"], least=values["least"])
+        parts: dict[str, Any] = {
+            "script": Script(**script),
+            "strikes": tuple(Strike(**each) for each in values["strikes"]),
+            "orders": tuple(Order(**each) for each in values.get("orders", ())),
+        }
+        return cls(**{**values, **parts})
+
+
+def _changed(part: Any) -> dict[str, Any]:
+    default = type(part)()
+    return {key: value for key, value in asdict(part).items() if value != getattr(default, key)}
 
 
 def draw(seed: int) -> Case:
     """Draw a case."""
     chance = random.Random(seed)
     script = _script(chance)
-    dies_all = chance.random() < 0.15
     strikes = [_strike(chance, script) for _ in range(chance.choice((1, 1, 2, 3)))]
-    if dies_all:
+    if chance.random() < 0.15:
         strikes[-1] = replace(strikes[-1], rank=-1, joiner=False)
-    least = script.workers if chance.random() < 0.3 else 1
-    return Case(script=script, strikes=tuple(strikes), waits=chance.random() < 0.8, least=least)
+    orders: list[Order] = []
+    if chance.random() < 0.25:
+        orders = [_order(chance, script) for _ in range(chance.choice((1, 1, 2)))]
+        strikes = strikes[: chance.randrange(3)]
+    least = script.workers if chance.random() < 0.3 else script.shard_size
+    if any(each.kind in ("drain", "resize") for each in orders):
+        least = script.shard_size  # an order that leaves too few is refused
+    plain = script.is_plain and chance.random() < 0.6
+    waits = chance.random() < 0.8
+    return Case(script=script, strikes=tuple(strikes), orders=tuple(orders), waits=waits, least=least, plain=plain)
 
 
 def _script(chance: random.Random) -> Script:
@@ -155,23 +216,25 @@ def _script(chance: random.Random) -> Script:
     validation = chance.choice(("", "epoch", "second", "steps"))
     if "stopping" in hooks and not validation:
         validation = "epoch"
-    frozen = "" if "swa" in hooks or sharded else chance.choice(("", "", "always", "first"))
-    fits = chance.choice((1, 1, 1, 2))
-    if "swa" in hooks or "ema" in hooks:
-        fits = 1
+    fits = 1 if "swa" in hooks or "ema" in hooks else chance.choice((1, 1, 1, 2))
     data = chance.choice(("map", "map", "stream", "both", "budget"))
     accumulation = 1 if manual else chance.choice((1, 1, 2, 0))
+    shard_size = chance.choice((1, 1, 2)) if sharded else 1
+    scaler = not sharded and not manual and "swa" not in hooks and chance.random() < 0.15
     made = Script(
         strategy=strategy,
-        workers=chance.choice((2, 2, 3)),
+        shard_size=shard_size,
+        workers=4 if shard_size == 2 else chance.choice((2, 2, 3)),
         optimizer=optimizer,
         groups=1 if manual else chance.choice((1, 2)),
         schedule=chance.choice(("", "step", "epoch") if manual else ("", "step", "epoch", "plateau")),
-        frozen=frozen,
-        norm=chance.random() < 0.3,
-        buffer=chance.random() < 0.3,
-        dropout=chance.random() < 0.3,
+        frozen="" if "swa" in hooks or sharded else chance.choice(("", "", "always", "first")),
+        norm=chance.random() < 0.2,
+        buffer=chance.random() < 0.2,
+        dropout=chance.random() < 0.2,
         unused=chance.random() < 0.2 and not sharded,
+        tied=chance.random() < 0.2,
+        scaler=scaler,
         clip=0.0 if manual else chance.choice((0.0, 0.0, 0.5)),
         accumulation=2 if data == "budget" and accumulation == 0 else accumulation,
         data=data,
@@ -180,7 +243,8 @@ def _script(chance: random.Random) -> Script:
         trainers=fits if not sharded and chance.random() < 0.5 else 1,
         hooks=tuple(hooks),
         validation=validation if chance.random() < 0.9 or "stopping" in hooks else "",
-        saves=chance.choice(("", "", "model", "folder", "memory")),
+        saves=chance.choice(("", "", "model", "model", "folder", "memory", "memory")),
+        resumes=chance.random() < 0.15,
         epochs=chance.choice((2, 3)),
     )
     whole = made.data == "map" and made.samples == 24 and not sharded  # a batch of one sample has no variance
@@ -188,20 +252,32 @@ def _script(chance: random.Random) -> Script:
 
 
 def _strike(chance: random.Random, script: Script) -> Strike:
+    point = chance.choice(POINTS) if chance.random() < 0.5 else str(chance.randrange(FUNCTIONS))
     return Strike(
         fit=chance.randint(1, script.fits),
         step=chance.randrange(0, STEPS_IN_EPOCH * script.epochs),
-        point=chance.choice(POINTS),
+        point=point,
         rank=chance.randrange(script.workers),
-        joiner=chance.random() < 0.15,
-        signal=chance.choice((9, 9, 9, 0, 15)) if chance.random() < 0.3 else 9,
+        joiner=chance.random() < 0.2,
+        signal=9 if point.isdecimal() else chance.choice((9, 9, 9, 9, 9, 9, 9, 9, 0, 15)),
+    )
+
+
+def _order(chance: random.Random, script: Script) -> Order:
+    return Order(
+        fit=chance.randint(1, script.fits),
+        step=chance.randrange(0, STEPS_IN_EPOCH * script.epochs),
+        kind=chance.choice(ORDERS),
+        node=chance.randrange(script.workers),
     )
 
 
 def smaller(case: Case) -> Iterator[Case]:
-    """Yield cases with one strike less, or one field of the script at its default."""
-    for place in range(len(case.strikes) if len(case.strikes) > 1 else 0):
-        yield replace(case, strikes=case.strikes[:place] + case.strikes[place + 1 :])
+    """Yield cases with one strike or order less, or one field of the script at its default."""
+    for name in ("strikes", "orders"):
+        parts = getattr(case, name)
+        for place in range(len(parts) if len(case.strikes) + len(case.orders) > 1 else 0):
+            yield replace(case, **{name: parts[:place] + parts[place + 1 :]})
     if case.script.fits > 1:
         yield replace(case, script=replace(case.script, fits=1, trainers=1))
     for hook in case.script.hooks:
@@ -209,5 +285,10 @@ def smaller(case: Case) -> Iterator[Case]:
         yield replace(case, script=replace(case.script, hooks=rest))
     default = Script()
     for field in fields(Script):
-        if field.name not in ("hooks", "fits") and getattr(case.script, field.name) != getattr(default, field.name):
-            yield replace(case, script=replace(case.script, **{field.name: getattr(default, field.name)}))
+        if field.name not in ("hooks", "fits", "shard_size") and getattr(case.script, field.name) != getattr(
+            default, field.name
+        ):
+            changed = {field.name: getattr(default, field.name)}
+            if field.name in ("strategy", "workers"):
+                changed["shard_size"] = 1
+            yield replace(case, script=replace(case.script, **changed))

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from conformance.worlds import ENVIRONMENT, HERE
-from cross.cases import Case, smaller
-from joins.running import Site
+import torch
+from cross.cases import Case, Order, smaller
+from cross.training import OLD
+from joins.running import Alone, Site, World
 
-from unicron_lightning.local_cluster.processes import Processes
+from unicron_lightning.cli.client import quoted
+from unicron_lightning.errors import UnicronError
 
 SECONDS: Final = 60.0
 """Most time of a case."""
@@ -32,6 +34,7 @@ class Verdict:
         case: as it was run.
         faults: what is wrong; empty: nothing.
         died: number of workers that died.
+        given: kinds of the orders that were given.
         joined: number of results by replacements.
         seconds: that it took.
         log: the end of the workers' output.
@@ -40,6 +43,7 @@ class Verdict:
     case: Case
     faults: tuple[str, ...]
     died: int
+    given: tuple[str, ...]
     joined: int
     seconds: float
     log: str
@@ -50,38 +54,105 @@ def run(site: Site, name: str, case: Case) -> Verdict:
     began, folder = time.monotonic(), site.folder / name
     folder.mkdir()
     (folder / "case.json").write_text(case.text())
-    started = Processes(folder / "agents", {**site.cluster.processes.environment, **ENVIRONMENT})
-    stub = [sys.executable, "-I", "-S", str(HERE / "stub.py"), str(site.socket)]
-    alone = Processes(folder / "single", ENVIRONMENT)
-    workers = case.script.workers
-    where = ["--rdzv-backend", "unicron", "--rdzv-endpoint", site.cluster.endpoint, "--rdzv-id", f"cross-{name}"]
-    shape = ["--nnodes", f"{case.least}:{workers}", "--nproc-per-node", "1", "--max-restarts", "20"]
-    script = ["--monitor-interval", "0.02", "--no-python", *stub, "cross.worker", str(folder), name]
+    given: list[str] = []
+    alone = site.start_alone(folder / "single")
+    world = site.start_world(f"cross-{name}", folder / "agents", case.script.workers, least=case.least, restarts=20)
     try:
-        alone.start("alone", [*stub, "cross.worker", str(folder / "alone"), "alone"])
-        for place in range(workers):
-            conf = f"node={name}-{place},state_dir={site.cluster.state_dir}"
-            started.start(f"agent{place}", [*stub, "agent", *where, "--rdzv-conf", conf, *shape, *script])
-        codes = {"alone": _codes(alone, began), "world": _codes(started, began)}
+        faults = _old(case, alone, folder, began)
+        alone.start("alone", "cross.worker", str(folder / "alone"), "alone")
+        world.start("cross.worker", str(folder), name)
+        while (not world.has_ended() or not alone.has_ended()) and time.monotonic() - began < SECONDS:
+            given += _give_orders(site, world, case, folder)
+            time.sleep(0.02)
+        codes = {"alone": alone.codes(), "world": world.codes()}
     finally:
-        started.stop(0.0)
-        alone.stop(0.0)
-    faults = [f"{who} ended with {found}" for who, found in codes.items() if any(found)]
-    results = [json.loads(path.read_text()) for path in sorted(folder.glob("result-*.json"))]
+        world.stop()
+        alone.stop()
+    faults += [f"{who} ended with {found}" for who, found in codes.items() if any(found)]
     died = len(list(folder.glob("died-*")))
-    if not faults and not workers - died <= len(results) <= workers:  # the last to die may find the task at its end
-        faults.append(f"{len(results)} results of {workers} workers, {died} deaths")
-    if codes["alone"] != [0]:
-        faults = ["alone: " + _last_error(folder / "single" / "alone.log")]
-    if not any(codes["alone"]):
-        expected = json.loads((folder / "alone" / "result.json").read_text())
-        for place, result in enumerate(results):
-            faults += [f"result {place}: {each}" for each in differences(result, expected)][:4]
+    if not faults:
+        faults = _compared(case, folder, died, given)
+    elif codes["alone"] != [0]:
+        faults = ["alone: " + _last_error(folder / "single" / "alone.log"), *faults]
     logs = [*(folder / "agents").glob("*.log"), *(folder / "single").glob("*.log")]
     log = "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
     joined = len(set(re.findall(r"(\S+ is back)", log)))
     seconds = time.monotonic() - began
-    return Verdict(case=case, faults=tuple(faults), died=died, joined=joined, seconds=seconds, log=log)
+    found = {"faults": tuple(faults), "died": died, "given": tuple(given), "joined": joined}
+    return Verdict(case=case, **found, seconds=seconds, log=log)  # type: ignore[arg-type]
+
+
+def _old(case: Case, alone: Alone, folder: Path, began: float) -> list[str]:
+    """Make the checkpoint of another run, if the case resumes one."""
+    if not case.script.resumes:
+        return []
+    alone.start("old", "cross.worker", str(folder), "old")
+    while not alone.has_ended() and time.monotonic() - began < SECONDS:
+        time.sleep(0.02)
+    return [] if (folder / OLD).exists() else ["no checkpoint to resume: " + _last_error(folder / "single" / "old.log")]
+
+
+# ---- orders
+
+
+def _give_orders(site: Site, world: World, case: Case, folder: Path) -> list[str]:
+    """Give the orders that workers have come to; return their kinds."""
+    kinds = []
+    for number, order in enumerate(case.orders):
+        mark = folder / f"given-{number}"
+        if (folder / f"order-{number}").exists() and not mark.exists():
+            _give(site, world, order, folder, number)
+            mark.touch()
+            kinds.append(order.kind)
+    world.keep_up()
+    return kinds
+
+
+def _give(site: Site, world: World, order: Order, folder: Path, number: int) -> None:
+    label = world.label(order.node)
+    match order.kind:
+        case "drain":
+            site.cluster.drain(label)
+            world.later(0.4, lambda: site.cluster.undrain(label))
+        case "resize":
+            path = f"/v1/tasks/{quoted(world.task)}/resize"
+            least = max(1, world.least, world.size - 1)
+
+            def resize(nodes: object) -> None:
+                try:
+                    site.cluster.fetch(path, method="POST", nodes=nodes)
+                except UnicronError as error:  # the task has ended
+                    (folder / "refused").write_text(str(error))
+
+            resize(least)
+            world.later(0.4, lambda: resize("all"))
+        case "agent":
+            (folder / f"came-{number}").touch()
+            world.replace(order.node, signal.SIGKILL)
+        case "leave":
+            (folder / f"came-{number}").touch()
+            world.replace(order.node, signal.SIGTERM)
+        case "everything":
+            for node in range(world.size):
+                (folder / f"died-order{number}-{node}").touch()
+                world.replace(node, signal.SIGKILL)
+        case "coordinator":
+            site.cluster.kill_coordinator()
+            site.cluster.start_coordinator()
+
+
+# ---- judgement
+
+
+def _compared(case: Case, folder: Path, died: int, given: list[str]) -> list[str]:
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("result-*.json"))]
+    workers, faults = case.script.workers, []
+    if not (results and workers - died - 2 * len(given) <= len(results) <= workers + 2 * len(given)):
+        faults.append(f"{len(results)} results of {workers} workers, {died} deaths")
+    expected = json.loads((folder / "alone" / "result.json").read_text())
+    for place, result in enumerate(results):
+        faults += [f"result {place}: {each}" for each in differences(result, expected)][:4]
+    return faults
 
 
 def _last_error(path: Path) -> str:
@@ -89,17 +160,13 @@ def _last_error(path: Path) -> str:
     return errors[-1] if errors else "no result"
 
 
-def _codes(started: Processes, began: float) -> list[int | None]:
-    """Wait for the processes, and return their exit codes; None for one that has not ended in time."""
-    while any(each.poll() is None for each in started.started.values()) and time.monotonic() - began < SECONDS:
-        time.sleep(0.05)
-    codes = [each.poll() for each in started.started.values()]
-    return [-1 if code is None else code for code in codes]
-
-
 def differences(one: Any, other: Any, path: str = "") -> Iterator[str]:
-    """Yield the places at which two results differ."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+    """Yield the places at which two results differ. A dict with a shard is compared with its part of a list."""
+    if isinstance(one, dict) and "shard" in one:
+        parts = torch.tensor(other, dtype=torch.float64).chunk(one["of"])
+        part = parts[one["shard"]].tolist() if one["shard"] < len(parts) else []
+        yield from differences(one["local"], part, path) if part or one["local"] else ()
+    elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         for key in one:
             yield from differences(one[key], other[key], f"{path}.{key}")
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):

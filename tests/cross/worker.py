@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from cross.cases import Case
-from cross.training import train
+from cross.training import save_old, train
 
 
 def main(folder: Path, name: str) -> None:
@@ -16,7 +16,10 @@ def main(folder: Path, name: str) -> None:
     if alone:
         folder.mkdir(exist_ok=True)
     case = Case.from_text((folder.parent if alone else folder).joinpath("case.json").read_text())
+    if name == "old":
+        return save_old(case, folder)
     result = json.dumps(train(case, folder, alone=alone))
     path = folder / ("result" if alone else f"result-{os.environ['RANK']}-{os.getpid()}")
     path.with_suffix(".part").write_text(result)
     path.with_suffix(".part").rename(path.with_suffix(".json"))
+    return None

@@ -1,25 +1,116 @@
-"""Runs scripts in worlds of a few workers that are forked by a prepared process, so that a joiner is there at once."""
+"""Runs scripts in worlds of workers that are forked by a prepared process, so that a joiner is there at once."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from conformance.worlds import ENVIRONMENT, HERE
+from conformance.worlds import ENVIRONMENT, HERE, prepared
 
 from unicron_lightning.local_cluster.cluster import LocalCluster
-from unicron_lightning.local_cluster.processes import Processes, until
+from unicron_lightning.local_cluster.processes import Processes
 
 SECONDS: Final = 100.0
 """Most time of a script, on a busy machine."""
+
+
+class Alone:
+    """Forked processes.
+
+    Args:
+        processes: starts their stubs.
+        stub: words of a stub's command.
+    """
+
+    def __init__(self, processes: Processes, stub: list[str]) -> None:
+        self.processes, self._stub = processes, stub
+
+    def start(self, name: str, module: str, *words: str) -> None:
+        """Start a process that runs a module's ``main``."""
+        self.processes.start(name, [*self._stub, module, *words])
+
+    def has_ended(self) -> bool:
+        """Whether all processes have ended."""
+        return all(each.poll() is not None for each in self.processes.started.values())
+
+    def codes(self) -> list[int]:
+        """Return the processes' exit statuses; -1 of one that has not ended."""
+        codes = [each.poll() for each in self.processes.started.values()]
+        return [-1 if code is None else code for code in codes]
+
+    def stop(self) -> None:
+        """Kill what is left."""
+        self.processes.stop(0.0)
+
+
+class World(Alone):
+    """A task's agents, one for each node.
+
+    Args:
+        site: where it runs.
+        task: its name.
+        folder: for the agents' output.
+        size: number of nodes, each with a worker.
+        least: nodes with which the task goes on.
+        restarts: of an agent's worker.
+    """
+
+    def __init__(self, site: Site, task: str, folder: Path, size: int, least: int, restarts: int) -> None:
+        super().__init__(Processes(folder, {**site.cluster.processes.environment, **ENVIRONMENT}), site.stub)
+        self.task, self.size, self.least = task, size, least
+        self._site, self._restarts = site, restarts
+        self._script: list[str] = []
+        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._leaving: set[int] = set()
+
+    def label(self, node: int) -> str:
+        """Return a node's label."""
+        return f"{self.task}-{node}"
+
+    def start(self, module: str, *words: str) -> None:  # type: ignore[override]
+        """Start the agents, whose workers run a module's ``main``."""
+        script = ["--monitor-interval", "0.02", "--no-python", *self._stub, module, *words]
+        where = ["--rdzv-backend", "unicron", "--rdzv-endpoint", self._site.cluster.endpoint, "--rdzv-id", self.task]
+        shape = ["--nnodes", f"{self.least}:{self.size}", "--nproc-per-node", "1"]
+        self._script = [*where, *shape, "--max-restarts", str(self._restarts), *script]
+        for node in range(self.size):
+            self._start(node)
+
+    def _start(self, node: int) -> None:
+        conf = f"node={self.label(node)},state_dir={self._site.cluster.state_dir},allow_injection=false"
+        self.processes.start(f"agent{node}", [*self._stub, "agent", "--rdzv-conf", conf, *self._script])
+
+    def replace(self, node: int, number: int) -> None:
+        """Send a signal to a node's agent, and start another one when it has ended."""
+        self.processes.started[f"agent{node}"].send_signal(number)
+        self._leaving.add(node)
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something after a time, in `keep_up`."""
+        self._later.append((time.monotonic() + seconds, action))
+
+    def keep_up(self) -> None:
+        """Do what is due: start agents again, and what was put off; to be called often."""
+        for node in [each for each in self._leaving if self.processes.started[f"agent{each}"].poll() is not None]:
+            self._leaving.discard(node)
+            others = [f"agent{other}" for other in range(self.size) if other != node]
+            if self._leaving or any(self.processes.started[each].poll() is None for each in others):
+                self._start(node)  # else the task has ended
+            elif self.processes.started[f"agent{node}"].poll() != 0:
+                self._start(node)
+        due = [each for each in self._later if each[0] <= time.monotonic()]
+        self._later = [each for each in self._later if each not in due]
+        for _, action in due:
+            action()
+
+    def has_ended(self) -> bool:
+        """Whether all agents have ended, and none is to be started."""
+        return not self._leaving and super().has_ended()
 
 
 class Site:
@@ -27,32 +118,35 @@ class Site:
 
     Attributes:
         folder: of outputs.
-        socket: of the prepared process.
+        stub: words of the command of a stub, for a process that is forked.
         cluster: has the coordinator.
     """
 
     def __init__(self, folder: Path, socket: Path, cluster: LocalCluster) -> None:
-        self.folder, self.socket, self.cluster = folder, socket, cluster
+        self.folder, self.cluster = folder, cluster
+        self.stub = [sys.executable, "-I", "-S", str(HERE / "stub.py"), str(socket)]
+
+    def start_alone(self, folder: Path) -> Alone:
+        """Return a group of processes without agents."""
+        return Alone(Processes(folder, ENVIRONMENT), self.stub)
+
+    def start_world(self, task: str, folder: Path, size: int, *, least: int, restarts: int) -> World:
+        """Return a task's world, whose agents are not yet started."""
+        return World(self, task, folder, size, least, restarts)
 
     def run(self, name: str, module: str = "joins.worker", restarts: int = 3, workers: int = 2, least: int = 2) -> Path:
         """Run a script in a task of its own, with a worker on each of some nodes; return its folder."""
         folder = self.folder / name
         folder.mkdir()
-        started = Processes(folder / "agents", {**self.cluster.processes.environment, **ENVIRONMENT})
-        stub = [sys.executable, "-I", "-S", str(HERE / "stub.py"), str(self.socket)]
-        where = ["--rdzv-backend", "unicron", "--rdzv-endpoint", self.cluster.endpoint, "--rdzv-id", f"joins-{name}"]
-        shape = ["--nnodes", f"{least}:{workers}", "--nproc-per-node", "1", "--max-restarts", str(restarts)]
-        script = ["--monitor-interval", "0.02", "--no-python", *stub, module, str(folder), name]
+        world = self.start_world(f"joins-{name}", folder / "agents", workers, least=least, restarts=restarts)
         try:
-            for place in range(workers):
-                conf = f"node={name}-{place},state_dir={self.cluster.state_dir},allow_injection=false"
-                started.start(f"agent{place}", [*stub, "agent", *where, "--rdzv-conf", conf, *shape, *script])
+            world.start(module, str(folder), name)
             limit = time.monotonic() + SECONDS
-            while any(each.poll() is None for each in started.started.values()) and time.monotonic() < limit:
+            while not world.has_ended() and time.monotonic() < limit:
                 time.sleep(0.05)
-            codes = [each.poll() for each in started.started.values()]
+            codes = world.codes()
         finally:
-            started.stop(0.0)
+            world.stop()
         if set(codes) != {0}:
             for path in sorted((folder / "agents").glob("*.log")):
                 print(f"==== {path.name}\n{path.read_text()[-6000:]}")
@@ -70,13 +164,7 @@ def site(out: Path) -> Iterator[Site]:
     with ExitStack() as stack:
         cluster = LocalCluster(nodes=[], coordinator=[], folder=out / "coordinator", stop_seconds=0.0)
         stack.enter_context(cluster)
-        short = Path(tempfile.mkdtemp(prefix="prepared-"))  # UNIX sockets have short paths
-        stack.callback(shutil.rmtree, short, ignore_errors=True)
-        prepared = Processes(out / "prepared", ENVIRONMENT)
-        stack.callback(prepared.stop, 0.0)
-        prepared.start("prepared", [sys.executable, HERE / "prepared.py", str(os.getpid()), short / "socket"])
-        until(f"the prepared process; its log is in {prepared.folder}", (short / "socket").exists)
-        yield Site(out, short / "socket", cluster)
+        yield Site(out, stack.enter_context(prepared(out)), cluster)
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
