@@ -1,6 +1,6 @@
 """Crosses random scripts with random histories of deaths, and compares each with the same script in one process.
 
-    python benchmarks/crossing.py [--minutes M] [--seed S] [--shrink] [--case JSON]
+    python benchmarks/crossing.py [--minutes M] [--seed S] [--shrink] [--plant FAULT] [--case JSON]
 
 Each case runs in a world of two or three workers under real torchrun agents, in float64, with deaths at random places
 of hooks, forwards and backwards, and once in one process without any. Parameters, buffers, optimizers, schedulers,
@@ -17,12 +17,14 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from cross.cases import Case, draw
+from cross.planted import FAULTS
 from cross.running import Verdict, run, shrink
 from joins.running import Site, site
 
@@ -46,21 +48,21 @@ def report(verdict: Verdict) -> None:
         f"{'FAILED' if verdict.faults else 'passed'} {verdict.case.text()} died {verdict.died} joined {verdict.joined}"
     )
     for fault in verdict.faults:
-        print(f"   {fault[:400]}")
+        print(f"   fault: {fault[:400]}")
     print(verdict.log, flush=True)
 
 
-def hunt(place: Site, first: int, minutes: float, *, shrinks: bool) -> int:
-    """Run cases, some at a time, from a seed on; return the number that failed."""
+def hunt(place: Site, first: int, minutes: float, *, shrinks: bool, planted: str) -> int:
+    """Run cases, some at a time, from a seed on; return the number that failed: one if a fault is planted."""
     limit, found, failed, seconds, cases = time.monotonic() + 60 * minutes, Counter[str](), 0, 0.0, 0
     seeds, lock = count(first), threading.Lock()
 
     def work() -> None:
         nonlocal failed, seconds, cases
-        while time.monotonic() < limit:
+        while time.monotonic() < limit and not (planted and failed):
             with lock:
                 seed = next(seeds)
-            verdict = run(place, f"seed{seed}", draw(seed))
+            verdict = run(place, f"seed{seed}", replace(draw(seed), planted=planted))
             with lock:
                 cases, seconds, failed = cases + 1, seconds + verdict.seconds, failed + bool(verdict.faults)
                 found.update(kinds(verdict))
@@ -84,6 +86,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shrink", action="store_true", help="reduce a case that fails to a smaller one")
+    parser.add_argument("--plant", choices=sorted(FAULTS), default="", help="a former fault that the product has again")
     parser.add_argument("--case", help="run this one: a line of a former run")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="cross-") as folder, site(Path(folder)) as place:
@@ -91,7 +94,9 @@ def main() -> int:
             verdict = run(place, "case", Case.from_text(arguments.case))
             report(verdict)
             return int(bool(verdict.faults))
-        return int(hunt(place, arguments.seed, arguments.minutes, shrinks=arguments.shrink) > 0)
+        return int(
+            hunt(place, arguments.seed, arguments.minutes, shrinks=arguments.shrink, planted=arguments.plant) > 0
+        )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.grid import ShardedShape
+from unicron_lightning.fsdp.mesh import reshard
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
@@ -96,6 +97,12 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         strategy_registry.register(cls.strategy_name, cls, description="FSDP2 straight through failures")
+
+    @override
+    def on_validation_end(self) -> None:
+        """Reshard what FSDP2 leaves gathered after a forward: hooks that change parameters find the shards."""
+        reshard(self.module)
+        super().on_validation_end()
 
     @property
     def fabric(self) -> ReplicaFabric[ShardedShape]:

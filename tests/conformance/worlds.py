@@ -86,8 +86,9 @@ def _site(size: int, strategy: str, out: Path) -> Iterator[Site]:
         if strategy != "ddp":
             coordinator = LocalCluster(nodes=[], coordinator=[], folder=out / "coordinator", stop_seconds=0.0)
             stack.enter_context(coordinator)
-        yield Site(size=size, strategy=strategy, out=out, socket=stack.enter_context(prepared(out)), coordinator=coordinator)
-
+        yield Site(
+            size=size, strategy=strategy, out=out, socket=stack.enter_context(prepared(out)), coordinator=coordinator
+        )
 
 
 def run_worlds(strategy: str, names: Sequence[str], out: Path, size: int = 2) -> Records:

@@ -28,7 +28,7 @@ POINTS: Final = (
     "on_train_end",
 )
 """Where a worker may die: hooks, and within the forward or backward of a micro-batch."""
-FUNCTIONS: Final = 1000
+FUNCTIONS: Final = 400
 """Classes into which the product's functions are divided by their names: a worker may die where it calls one."""
 ORDERS: Final = ("drain", "resize", "agent", "leave", "everything", "coordinator")
 """What happens to a node or a task beside deaths of workers: its node is drained and allowed again; the task gets a
@@ -128,16 +128,23 @@ class Script:
     resumes: bool = False
     epochs: int = 2
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether Lightning alone does the same in one process.
+    def made_plain(self) -> Script:
+        """Return a script that Lightning alone runs alike in one process.
 
         It does not if batches have state of their own (statistics, random numbers), are joined from several loaders,
         or change in number.
         """
-        own = self.norm or self.buffer or self.dropout or self.optimizer == "manual" or self.data in ("both", "budget")
         unequal = {"swa", "stopping", *(("stop",) if self.fits > 1 else ())}
-        return not own and self.validation != "steps" and not unequal & set(self.hooks)
+        return replace(
+            self,
+            norm=False,
+            buffer=False,
+            dropout=False,
+            optimizer="adamw" if self.optimizer == "manual" else self.optimizer,
+            data={"both": "map", "budget": "stream"}.get(self.data, self.data),
+            validation="epoch" if self.validation == "steps" else self.validation,
+            hooks=tuple(each for each in self.hooks if each not in unequal),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +158,7 @@ class Case:
         waits: whether survivors wait for each replacement before their next step, so that it joins.
         least: workers of the smallest world; survivors of a smaller one hold.
         plain: whether it is compared with Lightning alone; else with the strategy in one process.
+        planted: a fault of `planted.FAULTS` that the product has again.
     """
 
     script: Script = Script()
@@ -159,12 +167,13 @@ class Case:
     waits: bool = True
     least: int = 1
     plain: bool = False
+    planted: str = ""
 
     def text(self) -> str:
         """Return the case as a line of JSON, without defaults."""
         values: dict[str, Any] = {"script": _changed(self.script), "strikes": [_changed(each) for each in self.strikes]}
         values |= {"orders": [_changed(each) for each in self.orders]} if self.orders else {}
-        rest = {name: getattr(self, name) for name in ("waits", "least", "plain")}
+        rest = {name: getattr(self, name) for name in ("waits", "least", "plain", "planted")}
         return json.dumps(values | {name: value for name, value in rest.items() if value != getattr(Case(), name)})
 
     @classmethod
@@ -188,8 +197,13 @@ def _changed(part: Any) -> dict[str, Any]:
 def draw(seed: int) -> Case:
     """Draw a case."""
     chance = random.Random(seed)
+    plain = chance.random() < 0.4
     script = _script(chance)
-    strikes = [_strike(chance, script) for _ in range(chance.choice((1, 1, 2, 3)))]
+    script = script.made_plain() if plain else script
+    strikes = [_strike(chance, script, later=place > 0) for place in range(chance.choice((1, 1, 2, 2, 3)))]
+    if script.shard_size > 1 and len(strikes) > 1 and chance.random() < 0.6:  # partners that are left meet in one step
+        step, points = strikes[0].step, ("forward", "backward", "on_after_backward", "on_train_batch_start")
+        strikes = [replace(each, fit=1, step=step, point=chance.choice(points), joiner=False) for each in strikes]
     if chance.random() < 0.15:
         strikes[-1] = replace(strikes[-1], rank=-1, joiner=False)
     orders: list[Order] = []
@@ -199,7 +213,6 @@ def draw(seed: int) -> Case:
     least = script.workers if chance.random() < 0.3 else script.shard_size
     if any(each.kind in ("drain", "resize") for each in orders):
         least = script.shard_size  # an order that leaves too few is refused
-    plain = script.is_plain and chance.random() < 0.6
     waits = chance.random() < 0.8
     return Case(script=script, strikes=tuple(strikes), orders=tuple(orders), waits=waits, least=least, plain=plain)
 
@@ -211,15 +224,15 @@ def _script(chance: random.Random) -> Script:
     manual = optimizer == "manual"
     # Sums in another order make Adam's normalised steps differ where a gradient is a rounding error: none with eps.
     hooks = [each for each in HOOKS if chance.random() < 0.2]
-    if sharded:
-        hooks = [each for each in hooks if each not in ("ema", "swa")]
+    if sharded or manual:
+        hooks = [each for each in hooks if each != "swa" and (manual or each != "ema")]
     validation = chance.choice(("", "epoch", "second", "steps"))
     if "stopping" in hooks and not validation:
         validation = "epoch"
     fits = 1 if "swa" in hooks or "ema" in hooks else chance.choice((1, 1, 1, 2))
     data = chance.choice(("map", "map", "stream", "both", "budget"))
     accumulation = 1 if manual else chance.choice((1, 1, 2, 0))
-    shard_size = chance.choice((1, 1, 2)) if sharded else 1
+    shard_size = chance.choice((1, 2)) if sharded else 1
     scaler = not sharded and not manual and "swa" not in hooks and chance.random() < 0.15
     made = Script(
         strategy=strategy,
@@ -251,22 +264,31 @@ def _script(chance: random.Random) -> Script:
     return made if whole else replace(made, norm=False)
 
 
-def _strike(chance: random.Random, script: Script) -> Strike:
-    point = chance.choice(POINTS) if chance.random() < 0.5 else str(chance.randrange(FUNCTIONS))
+def _strike(chance: random.Random, script: Script, *, later: bool) -> Strike:
+    validates, saves = bool(script.validation), script.saves in ("model", "folder")
+    points = [each for each in POINTS if ("valid" not in each or validates) and ("save" not in each or saves)]
+    point = chance.choice(points) if chance.random() < 0.5 else str(chance.randrange(FUNCTIONS))
     return Strike(
         fit=chance.randint(1, script.fits),
-        step=chance.randrange(0, STEPS_IN_EPOCH * script.epochs),
+        step=chance.randrange(0, _steps(script)),
         point=point,
         rank=chance.randrange(script.workers),
-        joiner=chance.random() < 0.2,
-        signal=9 if point.isdecimal() else chance.choice((9, 9, 9, 9, 9, 9, 9, 9, 0, 15)),
+        joiner=later and chance.random() < 0.3,
+        # An error after the last step is the task's, if another worker has finished.
+        signal=9 if point.isdecimal() or point == "on_train_end" else chance.choice((9, 9, 9, 9, 9, 9, 9, 9, 0, 15)),
     )
+
+
+def _steps(script: Script) -> int:
+    """Return a number of steps that the first fit has at least."""
+    steps = STEPS_IN_EPOCH * script.epochs // max(1, script.accumulation) - 2
+    return min(steps, 8) if "stop" in script.hooks else steps
 
 
 def _order(chance: random.Random, script: Script) -> Order:
     return Order(
         fit=chance.randint(1, script.fits),
-        step=chance.randrange(0, STEPS_IN_EPOCH * script.epochs),
+        step=chance.randrange(0, _steps(script)),
         kind=chance.choice(ORDERS),
         node=chance.randrange(script.workers),
     )

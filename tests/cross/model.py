@@ -93,7 +93,11 @@ class Net(pl.LightningModule):
 
         A short step has the mean of its batches times its part of the rounds, as under ddp.
         """
-        batches, whole, devices = self.trainer.num_training_batches, self.trainer.accumulate_grad_batches, self.script.workers
+        batches, whole, devices = (
+            self.trainer.num_training_batches,
+            self.trainer.accumulate_grad_batches,
+            self.script.workers,
+        )
         present = min(whole, int(batches) - batch_idx // whole * whole)
         return -(-present // devices) * devices / present
 

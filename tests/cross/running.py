@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 from cross.cases import Case, Order, smaller
-from cross.training import OLD
+from cross.training import OLD, written
 from joins.running import Alone, Site, World
 
 from unicron_lightning.cli.client import quoted
@@ -152,6 +152,10 @@ def _compared(case: Case, folder: Path, died: int, given: list[str]) -> list[str
     expected = json.loads((folder / "alone" / "result.json").read_text())
     for place, result in enumerate(results):
         faults += [f"result {place}: {each}" for each in differences(result, expected)][:4]
+    if not case.plain:
+        faults += [
+            f"disk: {each}" for each in differences(written(folder, folder / "alone"), written(folder / "alone"))
+        ][:4]
     return faults
 
 

@@ -56,12 +56,17 @@ class Strikes(pl.Callback):
             threading.setprofile(self._called)
             sys.setprofile(self._called)
 
+    def end(self) -> None:
+        """Die no more."""
+        self._armed.clear()
+        sys.setprofile(None)
+
     def _called(self, frame: FrameType, event: str, argument: object) -> None:
         name = frame.f_code.co_filename
         if event != "call" or not any(each in name for each in PRODUCT):
             return
         place = zlib.crc32(f"{Path(name).name}:{frame.f_code.co_qualname}".encode()) % FUNCTIONS
-        for number, armed in self._armed.items():
+        for number, armed in list(self._armed.items()):
             if armed == place and self._claim(number, self._case.strikes[number], self._trainer):
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from cross.cases import Case, Script, draw, smaller
 from cross.running import differences, run
 from joins.running import Site, site
 
-SEEDS = (200, 205, 207, 211, 215, 219)
+SEEDS = [seed for seed in range(100, 122) if all(each.kind != "coordinator" for each in draw(seed).orders)]
 KEPT = {
     "hooks_before_a_join": """{"script": {"hooks": ["half_rates", "rate_at_start", "scaled_weights", "counting"]},
-        "strikes": [{"rank": 0}], "waits": true, "least": 1}""",
+        "strikes": [{"rank": 0}]}""",
     "second_fit_after_an_unfreeze": """{"script": {"frozen": "first", "fits": 2},
-        "strikes": [{"fit": 2, "step": 14}], "waits": true, "least": 1}""",
+        "strikes": [{"fit": 2, "step": 14}]}""",
     "changing_batches": """{"script": {"data": "budget", "samples": 29, "epochs": 3},
-        "strikes": [{"step": 7, "rank": 0}], "waits": true, "least": 1}""",
+        "strikes": [{"step": 7, "rank": 0}]}""",
     "all_die": """{"script": {"optimizer": "adam", "groups": 2, "saves": "memory"},
-        "strikes": [{"step": 7, "rank": -1}], "waits": true, "least": 1}""",
+        "strikes": [{"step": 7, "rank": -1}]}""",
+    "weights_changed_after_a_validation": """{"script": {"strategy": "unicron_fsdp", "hooks": ["scaled_weights"],
+        "validation": "epoch"}, "strikes": [{"step": 8}], "plain": true}""",
 }
 """Cases near faults that there were, by what failed."""
+PLANTED = {
+    "start_hooks_repeated": """{"script": {"hooks": ["half_rates"]}, "strikes": [{}]}""",
+    "optimizer_state_lost": """{"script": {"strategy": "unicron_fsdp", "optimizer": "adam", "saves": "folder"},
+        "strikes": [{"step": 7, "rank": -1}]}""",
+    "batches_counted_once": """{"script": {"data": "budget", "samples": 29, "epochs": 3}, "strikes": []}""",
+    "short_step_divided_by_whole": """{"script": {"samples": 29, "epochs": 1}, "strikes": [], "plain": true}""",
+    "later_fit_resumed": """{"script": {"fits": 2, "trainers": 2, "saves": "model"},
+        "strikes": [{"fit": 2, "step": 5, "rank": -1}]}""",
+}
+"""Small cases that show faults which are planted again."""
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +59,25 @@ def test_kept_cases(name: str, place: Site) -> None:
     verdict = run(place, name, Case.from_text(KEPT[name]))
     assert verdict.faults == (), verdict.log
     assert verdict.died >= 1
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(150)
+def test_the_coordinator_starts_again(tmp_path: Path) -> None:
+    text = """{"script": {"hooks": ["counting"], "validation": "epoch"}, "strikes": [{"step": 6}],
+        "orders": [{"kind": "coordinator"}]}"""
+    with site(tmp_path) as own:
+        verdict = run(own, "coordinator", Case.from_text(text))
+    assert verdict.faults == () and verdict.given == ("coordinator",), verdict.log
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found(fault: str, place: Site) -> None:
+    case = Case.from_text(PLANTED[fault])
+    assert run(place, f"without-{fault}", case).faults == ()
+    assert run(place, f"with-{fault}", replace(case, planted=fault)).faults != ()
 
 
 def test_a_case_is_drawn_by_its_seed_and_fits_in_a_line() -> None:

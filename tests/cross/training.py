@@ -95,10 +95,14 @@ def callbacks_of(script: Script, folder: Path, *, plain: bool) -> list[pl.Callba
     return found
 
 
-def _strategy(script: Script, *, plain: bool) -> Any:
+def _strategy(script: Script, *, plain: bool, alone: bool) -> Any:
     if plain:
         return "auto"
-    return UnicronFSDPStrategy(shard_size=script.shard_size) if script.strategy == "unicron_fsdp" else "unicron"
+    return (
+        UnicronFSDPStrategy(shard_size=1 if alone else script.shard_size)
+        if script.strategy == "unicron_fsdp"
+        else "unicron"
+    )
 
 
 def trainer_of(script: Script, folder: Path, strikes: Strikes | None, *, plain: bool) -> pl.Trainer:
@@ -113,7 +117,7 @@ def trainer_of(script: Script, folder: Path, strikes: Strikes | None, *, plain: 
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)  # type: ignore[attr-defined]
     mixed = [MixedPrecision("16-mixed", "cpu", scaler)]
     return pl.Trainer(
-        strategy=_strategy(script, plain=plain),
+        strategy=_strategy(script, plain=plain, alone=strikes is None),
         accelerator="cpu",
         devices=1,
         num_nodes=1 if plain else script.workers,
@@ -172,8 +176,10 @@ def train(case: Case, folder: Path, *, alone: bool) -> dict[str, Any]:
         trainer.fit(module, data(script, plain=plain), _validation(script), ckpt_path=old)
         fits.append([trainer.global_step, trainer.current_epoch])
     assert trainer is not None
+    if strikes is not None:
+        strikes.end()
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    compared = {
+    return {
         "fits": fits,
         "module": {name: _plain(value) for name, value in module.state_dict().items()},
         "optimizers": [_state(optimizer) for optimizer in trainer.optimizers],
@@ -182,17 +188,30 @@ def train(case: Case, folder: Path, *, alone: bool) -> dict[str, Any]:
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items() if name != "loss_step"},
         "scaler": None if scaler is None else _numbers(scaler.state_dict()),
     }
-    return compared
 
 
-def written(folder: Path) -> dict[str, Any]:
-    """Return what a run has left on disk: the rows of its logs, by fit and step, and the names of its checkpoints."""
-    rows: dict[str, list[dict[str, str]]] = {}
-    for path in sorted(folder.glob("**/metrics.csv")):
+def written(folder: Path, other: Path | None = None) -> dict[str, Any]:
+    """Return what a run has left on disk: the rows of its logs, and the names of its checkpoints.
+
+    Args:
+        folder: of the run.
+        other: of another run within it, which does not count.
+    """
+    rows: dict[str, Any] = {}
+    paths = [
+        path for path in folder.glob("**/*") if other not in path.parents and folder / "former" not in path.parents
+    ]
+    for path in [each for each in sorted(paths) if each.name == "metrics.csv"]:
         with path.open() as lines:
-            rows[str(path.relative_to(folder))] = list(csv.DictReader(lines))
-    kept = [str(path.relative_to(folder)) for path in folder.glob("**/saved/*")]
-    return {"rows": rows, "kept": sorted(kept)}
+            rows[str(path.relative_to(folder))] = [_row(row) for row in csv.DictReader(lines)]
+    return {
+        "rows": rows,
+        "kept": sorted(str(path.relative_to(folder)) for path in paths if path.parent.name == "saved"),
+    }
+
+
+def _row(row: dict[str, str]) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items() if value}
 
 
 def _plain(value: torch.Tensor) -> Any:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from cross.cases import Case
+from cross.planted import FAULTS
 from cross.training import save_old, train
 
 
@@ -18,6 +19,8 @@ def main(folder: Path, name: str) -> None:
     case = Case.from_text((folder.parent if alone else folder).joinpath("case.json").read_text())
     if name == "old":
         return save_old(case, folder)
+    if case.planted and not alone:
+        FAULTS[case.planted]()
     result = json.dumps(train(case, folder, alone=alone))
     path = folder / ("result" if alone else f"result-{os.environ['RANK']}-{os.getpid()}")
     path.with_suffix(".part").write_text(result)
