@@ -347,6 +347,9 @@ def arrive(trainer: pl.Trainer, state: dict[str, Any], layout: SumsLayout, devic
     fetcher = fit_loop._data_fetcher
     assert fetcher is not None
     fetcher.fetched = fit_loop.epoch_loop.batch_progress.current.ready
+    if not state.get("validates", True):  # Lightning has set up what the members' run, begun in an earlier epoch, lacks
+        val_loop = fit_loop.epoch_loop.val_loop
+        val_loop._combined_loader, val_loop._max_batches = None, []
 
 
 def restore_again(trainer: pl.Trainer, state: dict[str, Any], layout: SumsLayout, device: torch.device) -> None:

@@ -28,6 +28,8 @@ POINTS: Final = (
     "on_train_end",
 )
 """Where a worker may die: hooks, and within the forward or backward of a micro-batch."""
+WITHIN_STEPS: Final = POINTS[2:7]
+"""Of these: before the end of a step."""
 FUNCTIONS: Final = 400
 """Classes into which the product's functions are divided by their names: a worker may die where it calls one."""
 ORDERS: Final = ("drain", "resize", "agent", "leave", "everything", "coordinator")
@@ -275,7 +277,7 @@ def _strike(chance: random.Random, script: Script, *, later: bool) -> Strike:
         rank=chance.randrange(script.workers),
         joiner=later and chance.random() < 0.3,
         # An error after the last step is the task's, if another worker has finished.
-        signal=9 if point.isdecimal() or point == "on_train_end" else chance.choice((9, 9, 9, 9, 9, 9, 9, 9, 0, 15)),
+        signal=9 if point not in WITHIN_STEPS else chance.choice((9, 9, 9, 9, 9, 9, 9, 9, 0, 15)),
     )
 
 

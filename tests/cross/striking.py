@@ -68,6 +68,7 @@ class Strikes(pl.Callback):
         place = zlib.crc32(f"{Path(name).name}:{frame.f_code.co_qualname}".encode()) % FUNCTIONS
         for number, armed in list(self._armed.items()):
             if armed == place and self._claim(number, self._case.strikes[number], self._trainer):
+                print(f"strike {number} in {Path(name).name}:{frame.f_code.co_qualname}", file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def wait(self, trainer: pl.Trainer) -> None:

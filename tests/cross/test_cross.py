@@ -22,14 +22,16 @@ KEPT = {
         "strikes": [{"step": 7, "rank": 0}]}""",
     "all_die": """{"script": {"optimizer": "adam", "groups": 2, "saves": "memory"},
         "strikes": [{"step": 7, "rank": -1}]}""",
+    "joined_before_the_first_validation": """{"script": {"validation": "second", "saves": "model"},
+        "strikes": [{"step": 7, "rank": 0}]}""",
     "weights_changed_after_a_validation": """{"script": {"strategy": "unicron_fsdp", "hooks": ["scaled_weights"],
         "validation": "epoch"}, "strikes": [{"step": 8}], "plain": true}""",
 }
 """Cases near faults that there were, by what failed."""
 PLANTED = {
     "start_hooks_repeated": """{"script": {"hooks": ["half_rates"]}, "strikes": [{}]}""",
-    "optimizer_state_lost": """{"script": {"strategy": "unicron_fsdp", "optimizer": "adam", "saves": "folder"},
-        "strikes": [{"step": 7, "rank": -1}]}""",
+    "optimizer_state_lost": """{"script": {"strategy": "unicron_fsdp", "optimizer": "adam", "saves": "folder",
+        "epochs": 3}, "strikes": [{"step": 14, "rank": -1}]}""",
     "batches_counted_once": """{"script": {"data": "budget", "samples": 29, "epochs": 3}, "strikes": []}""",
     "short_step_divided_by_whole": """{"script": {"samples": 29, "epochs": 1}, "strikes": [], "plain": true}""",
     "later_fit_resumed": """{"script": {"fits": 2, "trainers": 2, "saves": "model"},
@@ -67,7 +69,7 @@ def test_the_coordinator_starts_again(tmp_path: Path) -> None:
     text = """{"script": {"hooks": ["counting"], "validation": "epoch"}, "strikes": [{"step": 6}],
         "orders": [{"kind": "coordinator"}]}"""
     with site(tmp_path) as own:
-        verdict = run(own, "coordinator", Case.from_text(text))
+        verdict = run(own, "restart", Case.from_text(text))
     assert verdict.faults == () and verdict.given == ("coordinator",), verdict.log
 
 
