@@ -20,6 +20,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
+from unicron_lightning.checkpoints import version
 from unicron_lightning.checkpoints.client import WriterProcess
 from unicron_lightning.checkpoints.division import blocks, divide, part_writers
 from unicron_lightning.checkpoints.index import REST, IndexEntry, check_whole, is_folder, read_checkpoint
@@ -214,6 +215,23 @@ def test_without_a_holder_the_version_is_abandoned_and_the_one_before_stays(grou
     group.forget(0)
     assert [each.name for each in tmp_path.iterdir()] == ["x.ckpt"]
     assert digest_of(str(tmp_path / "x.ckpt")) == before
+
+
+def test_a_version_whose_holders_of_a_part_are_gone_fails_before_its_time_limit(
+    group_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version, "_LOST_SECONDS", 0.2)
+    group = group_of(["a", "b", "c"], seconds=1000.0)
+    holders = group.versions[0]._order.holders[1]
+    group.versions[0].gone(holders[:1])
+    assert group.advance(0) == [None], "a holder is left"
+    group.versions[0].gone([1, 2])
+    assert group.advance(0, 0) == [None, None], "their writers may still write"
+    time.sleep(0.3)
+    [outcome] = group.advance(0)
+    assert isinstance(outcome, VersionFailed) and "all holders of the parts [1] were lost" in outcome.error
+    group.forget(0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_that_cannot_write_fails_the_version_at_once(group_of: Any, tmp_path: Path) -> None:

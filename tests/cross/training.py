@@ -179,7 +179,9 @@ def train(case: Case, folder: Path, *, alone: bool) -> dict[str, Any]:
     if strikes is not None:
         strikes.end()
     scaler = getattr(trainer.precision_plugin, "scaler", None)
+    sharded = getattr(trainer.strategy, "_sharded", None)
     return {
+        "spare": sharded is not None and sharded.is_spare,
         "fits": fits,
         "module": {name: _plain(value) for name, value in module.state_dict().items()},
         "optimizers": [_state(optimizer) for optimizer in trainer.optimizers],

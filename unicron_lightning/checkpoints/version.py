@@ -35,6 +35,8 @@ from unicron_lightning.worker.operations import unpack_parts
 _OBJECTS: Final = "objects.distcp"
 _NOTICE_SECONDS: Final = 2.0
 """Seconds in which all writers that have begun notice that a version has failed."""
+_LOST_SECONDS: Final = 10.0
+"""Seconds after which a version fails because all holders of a part are gone: their writers outlive them for a while."""
 _ABANDON_SECONDS: Final = 60.0
 """Seconds after which the files of a failed version are deleted, even if some writers have not begun."""
 
@@ -59,6 +61,8 @@ class WritingVersion:
         self._written: set[int] = set()
         self._began = False
         self._failed_at = 0.0
+        self._lost: tuple[list[int], int, float] = [], 0, 0.0
+        """Parts whose holders are gone, the number of files, and since when these have not changed."""
         self._finishers = sorted({rank for holders in order.holders for rank in holders})
         self._deadline = time.monotonic() + order.seconds
 
@@ -94,9 +98,18 @@ class WritingVersion:
         if (digest := self._digest()) is not None:
             storage.clean()  # of writers that were late
             return VersionWritten(number=order.number, digest=digest)
+        if (lost := self._lost_parts(missing, names)) and time.monotonic() > self._lost[-1] + _LOST_SECONDS:
+            return self._fail(f"all holders of the parts {lost} were lost before these were written")
         if time.monotonic() > self._deadline:
             return self._fail(f"parts {sorted(missing)} were not written within {order.seconds:g} s")
         return None
+
+    def _lost_parts(self, missing: set[int], names: Sequence[str]) -> list[int]:
+        """Return the missing parts that no member holds, and note since when nothing has come of them."""
+        lost = sorted(part for part in missing if self._gone.issuperset(self._order.holders[part]))
+        if (lost, len(names)) != self._lost[:2]:
+            self._lost = lost, len(names), time.monotonic()
+        return lost
 
     def leave(self) -> None:
         """Write the part of this rank, whose worker has ended, and leave the rest to others."""
