@@ -222,7 +222,7 @@ def test_a_version_whose_holders_of_a_part_are_gone_fails_before_its_time_limit(
 ) -> None:
     monkeypatch.setattr(version, "_LOST_SECONDS", 0.2)
     group = group_of(["a", "b", "c"], seconds=1000.0)
-    holders = group.versions[0]._order.holders[1]
+    holders = group.versions[0].order.holders[1]
     group.versions[0].gone(holders[:1])
     assert group.advance(0) == [None], "a holder is left"
     group.versions[0].gone([1, 2])

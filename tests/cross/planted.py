@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.fsdp import folder, model
+from unicron_lightning.strategies.fsdp import checkpoints
 from unicron_lightning.strategies.membership import Membership
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.state import join_state
@@ -42,8 +43,9 @@ def gradient_added_twice() -> None:
 
 
 def optimizer_state_lost() -> None:
-    """The optimizer's state of a folder is not loaded by `unicron_fsdp`."""
+    """The optimizer's state of a checkpoint is not loaded by `unicron_fsdp`."""
     folder.load_optimizer_part = lambda *_: None  # type: ignore[assignment]
+    checkpoints.load_optimizer = lambda *_, **__: None  # type: ignore[assignment]
 
 
 def batches_counted_once() -> None:

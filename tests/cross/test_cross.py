@@ -30,8 +30,8 @@ KEPT = {
 """Cases near faults that there were, by what failed."""
 PLANTED = {
     "start_hooks_repeated": """{"script": {"hooks": ["half_rates"]}, "strikes": [{}]}""",
-    "optimizer_state_lost": """{"script": {"strategy": "unicron_fsdp", "optimizer": "adam", "saves": "folder",
-        "epochs": 3}, "strikes": [{"step": 14, "rank": -1}]}""",
+    "optimizer_state_lost": """{"script": {"strategy": "unicron_fsdp", "optimizer": "adam", "saves": "model"},
+        "strikes": [{"step": 7, "rank": -1}]}""",
     "batches_counted_once": """{"script": {"data": "budget", "samples": 29, "epochs": 3}, "strikes": []}""",
     "short_step_divided_by_whole": """{"script": {"samples": 29, "epochs": 1}, "strikes": [], "plain": true}""",
     "later_fit_resumed": """{"script": {"fits": 2, "trainers": 2, "saves": "model"},

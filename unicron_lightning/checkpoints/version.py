@@ -36,7 +36,7 @@ _OBJECTS: Final = "objects.distcp"
 _NOTICE_SECONDS: Final = 2.0
 """Seconds in which all writers that have begun notice that a version has failed."""
 _LOST_SECONDS: Final = 10.0
-"""Seconds after which a version fails because all holders of a part are gone: their writers outlive them for a while."""
+"""Seconds after which a version fails because all holders of a part are gone: their writers outlive them a while."""
 _ABANDON_SECONDS: Final = 60.0
 """Seconds after which the files of a failed version are deleted, even if some writers have not begun."""
 
@@ -106,7 +106,7 @@ class WritingVersion:
 
     def _lost_parts(self, missing: set[int], names: Sequence[str]) -> list[int]:
         """Return the missing parts that no member holds, and note since when nothing has come of them."""
-        lost = sorted(part for part in missing if self._gone.issuperset(self._order.holders[part]))
+        lost = sorted(part for part in missing if self._gone.issuperset(self.order.holders[part]))
         if (lost, len(names)) != self._lost[:2]:
             self._lost = lost, len(names), time.monotonic()
         return lost
