@@ -37,7 +37,7 @@ from unicron_lightning.strategies.console import Announcements, say, take_over_b
 from unicron_lightning.strategies.environment import own_device
 from unicron_lightning.strategies.global_batch import declare
 from unicron_lightning.strategies.membership import Membership
-from unicron_lightning.strategies.metrics.loggers import follow, keep_files, take_over
+from unicron_lightning.strategies.metrics.loggers import continue_files, follow, record_versions, take_over
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype
 from unicron_lightning.strategies.metrics.sums import SumsLayout
 from unicron_lightning.strategies.parallelism import Parallelism
@@ -223,9 +223,9 @@ class FaultTolerantStrategy(CollectingStrategy):
             seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & 0xFFFFFFFF))
             self.seed = self.collectives.broadcast(seed, 0)
             self._session.find_unreported()
-            if self._session.resume or self._session.memory:
-                keep_files(trainer.loggers)
         elsewhere = trainer.state.fn == TrainerFn.FITTING and self._session.has_newer_state
+        if elsewhere and not self._session.joins and self._session.control is not None:
+            continue_files(trainer.loggers, self._session.control, self._session.fits + 1)
         self._restores = "after" if elsewhere or parallelism.checkpoints.restores_late else "before"
         parallelism.begin(self._session)
 
@@ -254,6 +254,8 @@ class FaultTolerantStrategy(CollectingStrategy):
             if session.control is not None:
                 session.control.fit = session.fits
             self.comparison.begin(trainer)
+            if session.control is not None and self.is_global_zero and not session.joins:
+                record_versions(trainer.loggers, session.control, session.fits)
         if session.is_joiner and not self.engine.has_state:
             self._restores = "never"
             if fitting and session.is_past():

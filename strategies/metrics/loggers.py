@@ -8,6 +8,7 @@ newest rows: rank 0 may die before it has written a row of a step that the survi
 from __future__ import annotations
 
 import csv
+import json
 import logging
 import warnings
 from collections import deque
@@ -19,8 +20,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from unicron_lightning import wire
+from unicron_lightning.worker.control.thread import Control
+
 logger = logging.getLogger(__name__)
 
+_RECORD: Final = "log versions of fit {}"
 _KEPT: Final = 32
 """Rows: more than are logged between two collectives."""
 _COMPARED: Final = 4
@@ -144,11 +149,20 @@ def _fit(rows: Sequence[Row], written: Sequence[Mapping[str, str]]) -> bool:
     return bool(pairs) and all(_is_written(row, other) for row, other in pairs)
 
 
-def keep_files(loggers: Sequence[Logger]) -> None:
-    """Keep the rows of files that a task which resumes from a checkpoint finds; called before any of them is opened.
+def record_versions(loggers: Sequence[Logger], control: Control, fit: int) -> None:
+    """Record the versions of a fit's loggers, as rank 0, for a new life of the task."""
+    control.send(wire.Record(key=_RECORD.format(fit), value=json.dumps(versions(loggers)), lasting=True))
 
-    Lightning's `CSVLogger` would delete the file of a version that the script has chosen.
+
+def continue_files(loggers: Sequence[Logger], control: Control, fit: int) -> None:
+    """Continue the runs of an earlier life of the task, which a worker of a new one resumes.
+
+    Called before any of the files is opened. Lightning would number another run, or with `CSVLogger` delete the file of
+    a version that the script has chosen.
     """
+    recorded = control.lookup(_RECORD.format(fit))
+    if recorded is not None:
+        adopt_versions(loggers, json.loads(recorded))
     for each in loggers:
         if rank_zero_only.rank == 0 and isinstance(each, CSVLogger) and each._version is not None:  # type: ignore[attr-defined]
             _continue_csv(each)

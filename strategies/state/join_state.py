@@ -227,11 +227,10 @@ def resume(trainer: pl.Trainer, path: str, take_beside: Callable[[], bytes | Non
     connector.resume_start(path, weights_only=True)  # the path came over the network: no code in the file is run
     connector._ckpt_path = given  # callbacks keep what a user resumes from; this one is replaced as any other
     checkpoint = connector._loaded_checkpoint
-    cut_rows(trainer.loggers, int(checkpoint["global_step"]))
     trainer.num_sanity_val_steps = 0
     saved, whole = take_beside(), checkpoint.pop(WHOLE, None)
     rest = codec.decode(whole) if whole is not None else {} if saved is None else decode_beside(saved)
-    return receive(trainer, {**rest, "checkpoint": checkpoint, "path": path})
+    return resume_from(trainer, {**rest, "checkpoint": checkpoint, "path": path})
 
 
 def resume_from(trainer: pl.Trainer, state: dict[str, Any]) -> dict[str, Any]:

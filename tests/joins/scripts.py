@@ -509,6 +509,7 @@ def resumed(
         if dies is not None:
             made.append(DyingAt(folder, *dies) if dies else DyingUnheard(folder))
         settings: dict[str, Any] = {"enable_checkpointing": True, "num_sanity_val_steps": 1}
+        settings |= {"logger": CSVLogger(folder, "logs"), "log_every_n_steps": 1}
         if validates:
             settings["val_check_interval"] = 3
         if strategy is not None:

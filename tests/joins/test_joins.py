@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,18 @@ def test_a_new_life_continues_where_the_one_before_was_left(name: str, place: Si
     assert [far(each["end"], alone) for each in ends] == [{}, {}]
     kept = [sorted(path.name for path in each.glob("saved/*")) for each in (folder, tmp_path)]
     assert kept[0] == kept[1]
+    assert rows(folder) == rows(tmp_path)
+
+
+def rows(folder: Path) -> list[Any]:
+    """Return which values are in which rows of the log files of a script."""
+    found = []
+    for path in sorted(folder.glob("logs/*/metrics.csv")):
+        with path.open(newline="") as file:
+            found += [
+                [path.parent.name, row["step"], *sorted(k for k in row if row[k])] for row in csv.DictReader(file)
+            ]
+    return sorted(found)
 
 
 def test_a_joiner_that_differs_ends_with_the_name_of_the_parameter(place: Site) -> None:
