@@ -81,6 +81,7 @@ def main() -> None:
         num_nodes=2,
         max_steps=CASE.get("last", LAST),
         max_epochs=-1,
+        default_root_dir=FOLDER,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

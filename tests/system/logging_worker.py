@@ -91,6 +91,7 @@ def main() -> None:
         strategy="unicron",
         accelerator="cpu",
         max_epochs=-1,
+        default_root_dir=folder,
         logger=LOGGERS[(folder / "logger").read_text()](folder / "logs"),
         log_every_n_steps=1,
         enable_checkpointing=False,
