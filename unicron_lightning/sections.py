@@ -17,6 +17,13 @@ from unicron_lightning.errors import ConfigError
 
 Section = TypeVar("Section")
 
+_WORDS: typing.Final[Mapping[object, str]] = {
+    float: "a number",
+    int: "a whole number",
+    str: "a text",
+    bool: "true or false",
+}
+
 
 def read_yaml(path: Path, overrides: Sequence[str], expected: str) -> dict[str, Any]:
     """Read a YAML file.
@@ -66,7 +73,8 @@ def read_section(kind: type[Section], data: object, where: str) -> Section:
     for name, each in fields.items():
         needed = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
         if needed and name not in values:
-            raise ConfigError(f"{_join(where, name)} is missing: expected {_say(hints[name])}")
+            example = f", e.g. {each.metadata['example']}" if "example" in each.metadata else ""
+            raise ConfigError(f"{_join(where, name)} is missing: expected {_say(hints[name])}{example}")
     try:
         return kind(**values)
     except ValueError as error:
@@ -98,7 +106,9 @@ def _convert(hint: Any, value: object, where: str) -> object:
 
 
 def _say(hint: object) -> str:
-    return "a mapping" if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is dict else f"{hint}"
+    if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is dict:
+        return "a mapping"
+    return _WORDS.get(hint, f"{hint}")
 
 
 def _join(where: str, key: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,19 @@ def test_the_table_shows_tasks_gains_and_moves(small: Path) -> None:
         "b: 4 node3 -> ",
     ):
         assert words in done.stdout
+
+
+def test_a_paused_task_states_what_it_would_earn_and_cost(small: Path) -> None:
+    greedy = ["--set", "tasks.b.weight=0.2", "--set", "tasks.a.performance.flops={4: 1e15, 8: 1.9e15, 16: 3.5e15}"]
+    done = unicron(small, *greedy)
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = re.findall(r"^paused: b: (.*)$", done.stdout, re.MULTILINE)
+    earned, cost = (float(text.replace(",", "")) for text in re.findall(r"([\d,.]+)(?: TFLOP|$)", line))
+    assert line.startswith("4 workers would bring ") and 0 < earned < cost
+    assert "may_pause is not stated for b, so that the plan may pause them" in done.stdout
+    assert "paused: b" not in unicron(small, *greedy, "--set", "fair=min").stdout
+    stated = unicron(small, *greedy, "--set", "fair=min", "--set", "tasks.b.may_pause=true").stdout
+    assert "paused: b" in stated and "is not stated" not in stated
 
 
 def test_the_example_is_the_one_in_the_repository_and_works(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def _run(options: argparse.Namespace, event: list[str]) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)  # a pipe has no width
+    unsaid = {name for name, task in situation.config.items() if task.may_pause is None}
     for title, each, where, assumed in parts:
-        show(console, title, each, where, assumed=assumed)
+        show(console, title, each, where, assumed=assumed, unsaid=unsaid)
     return 0

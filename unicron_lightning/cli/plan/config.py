@@ -125,7 +125,11 @@ class PlanTaskConfig:
     """A task; see `unicron_lightning.planner.task.PlanTask`."""
 
     performance: PerformanceConfig
-    transition_seconds: float
+    transition_seconds: float = field(
+        metadata={
+            "example": "30: the time that a change of its workers costs the task, measured by `unicron incidents`"
+        }
+    )
     """D_transition: the time that a change of its workers costs the task."""
     relayout_seconds: float = 0.0
     """Further time if the change is to another TP x PP: a checkpoint, and the restart of all workers."""
@@ -133,7 +137,8 @@ class PlanTaskConfig:
     min_workers: int = 1
     max_workers: int | None = None
     granularity: int = 1
-    may_pause: bool = True
+    may_pause: bool | None = None
+    """Whether the plan may give it no workers in favour of others; default: unless `PlanConfig.fair` is ``min``."""
     workers: int | None = None
     """The task's present workers, if their nodes are unknown; a placement of them is then assumed."""
     accelerators: dict[str, int] = field(default_factory=dict)
@@ -159,6 +164,8 @@ class PlanConfig:
     tasks: dict[str, PlanTaskConfig]
     queued: dict[str, PlanTaskConfig] = field(default_factory=dict)
     """Tasks that are not to run yet, for --what-if launch."""
+    fair: Literal["none", "min"] = "none"
+    """``min``: a task that does not state ``may_pause`` keeps its minimum of workers."""
     caution: float = 0.0
     """Standard errors by which the plan takes every T(t,x) to be less than predicted; 0: as predicted."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
+from unicron_lightning.planner.explanation import explain
 from unicron_lightning.planner.performance.model import ParallelConfiguration
 from unicron_lightning.planner.placement.placer import Placement
 from unicron_lightning.planner.plan import Plan, TaskPlan
@@ -73,7 +74,9 @@ def _task_json(part: TaskPlan, weight: float, placement: Placement) -> dict[str,
     }
 
 
-def show(console: Console, title: str, plan: Plan, placement: Placement, *, assumed: bool) -> None:
+def show(
+    console: Console, title: str, plan: Plan, placement: Placement, *, assumed: bool, unsaid: Set[str] = frozenset()
+) -> None:
     """Print a plan.
 
     Args:
@@ -82,6 +85,7 @@ def show(console: Console, title: str, plan: Plan, placement: Placement, *, assu
         plan: the plan.
         placement: of its workers.
         assumed: whether the present placement is assumed.
+        unsaid: tasks of which the file does not state whether they may be paused.
     """
     hidden: list[str] = []
     while len(hidden) < len(_FIRST_HIDDEN):
@@ -94,7 +98,7 @@ def show(console: Console, title: str, plan: Plan, placement: Placement, *, assu
     if hidden:
         said = f"not shown, for want of width: {', '.join(hidden)} (--json has all)"
         console.print(said, highlight=False, markup=False)
-    for line in _summary(plan, placement, assumed=assumed):
+    for line in _summary(plan, placement, assumed=assumed, unsaid=unsaid):
         console.print(line, highlight=False, markup=False)
 
 
@@ -147,7 +151,7 @@ def _nodes(on_nodes: dict[str, int]) -> str:
     return " ".join(f"{node}:{num}" for node, num in on_nodes.items())
 
 
-def _summary(plan: Plan, placement: Placement, *, assumed: bool) -> Iterator[str]:
+def _summary(plan: Plan, placement: Placement, *, assumed: bool, unsaid: Set[str]) -> Iterator[str]:
     state = plan.state
     hours = state.duration_seconds / 3600
     yield (
@@ -157,7 +161,12 @@ def _summary(plan: Plan, placement: Placement, *, assumed: bool) -> Iterator[str
     if plan.infeasible:
         yield f"not enough workers for: {', '.join(plan.infeasible)} (they may not be paused, and are)"
     if paused := [name for name in plan.paused if name not in plan.infeasible]:
-        yield f"paused: {', '.join(paused)}"
+        yield from _why_paused(plan, paused)
+        if quiet := [name for name in paused if name in unsaid]:
+            yield (
+                f"may_pause is not stated for {', '.join(quiet)}, so that the plan may pause them; "
+                "`may_pause: false`, or `fair: min` for all that do not state it, keeps the minimum"
+            )
     yield f"accelerators to start: {placement.num_moved}" + (
         "; the present places are assumed, as the file contains only numbers of workers" if assumed else ""
     )
@@ -169,6 +178,24 @@ def _summary(plan: Plan, placement: Placement, *, assumed: bool) -> Iterator[str
         yield f"  and {len(leaving) - _MOST_MOVES} more (--json has all)"
     if spanning := [f"{task} {num}" for task, num in placement.num_spanning.items() if num]:
         yield f"accelerators of replicas, or groups, that do not share a node: {', '.join(spanning)}"
+
+
+def _why_paused(plan: Plan, paused: Sequence[str]) -> Iterator[str]:
+    """Compare each paused task with the best plan in which it has its least workers, in WAF until the next failure."""
+    reasons = {each.name: each.more for each in explain(plan)}
+    now = {part.name: part.reward for part in plan.tasks}
+    seconds = plan.state.duration_seconds
+    for name in paused:
+        other = reasons[name]
+        if other is None:
+            yield f"paused: {name}: no plan has room for its minimum of workers"
+            continue
+        earned = next(part.reward for part in other.plan.tasks if part.name == name) - now[name]
+        lost = earned + other.cost
+        yield (
+            f"paused: {name}: {other.num_workers} workers would bring {earned / seconds / 1e12:,.1f} TFLOP/s of WAF, "
+            f"and cost the other tasks {lost / seconds / 1e12:,.1f}"
+        )
 
 
 def _hours(hours: float) -> str:

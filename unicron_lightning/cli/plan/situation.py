@@ -78,6 +78,8 @@ def situation_of(config: PlanConfig, folder: Path) -> Situation:
     Raises:
         ConfigError: values contradict each other, or a table cannot be read.
     """
+    if config.fair == "min":
+        config = dataclasses.replace(config, tasks=_fair(config.tasks), queued=_fair(config.queued))
     twice = sorted(config.tasks.keys() & config.queued.keys())
     if twice:
         raise ConfigError(f"queued.{twice[0]}: also in tasks; expected a task in one of them")
@@ -175,6 +177,14 @@ def _with_shape(hazard: ConstantHazard, shape: float) -> Hazard:
     return WeibullHazard(shape=shape, scale_seconds=scale_seconds)
 
 
+def _fair(tasks: Mapping[str, PlanTaskConfig]) -> dict[str, PlanTaskConfig]:
+    """Return the tasks with ``fair: min`` applied."""
+    return {
+        name: dataclasses.replace(task, may_pause=False) if task.may_pause is None else task
+        for name, task in tasks.items()
+    }
+
+
 def task_of(
     name: str, config: PlanTaskConfig, where: str, cluster: PlanClusterConfig, folder: Path, caution: float = 0.0
 ) -> PlanTask:
@@ -189,7 +199,7 @@ def task_of(
             min_workers=config.min_workers,
             max_workers=config.max_workers,
             granularity=config.granularity,
-            may_pause=config.may_pause,
+            may_pause=config.may_pause is not False,
             caution=caution,
         )
     except ValueError as error:
