@@ -14,7 +14,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from unicron_lightning.checkpoints.index import is_folder, read_rest
+from unicron_lightning.checkpoints.index import read_rest
+from unicron_lightning.checkpoints.names import is_folder
 from unicron_lightning.checkpoints.staging import HeldCheckpoint
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp import folder

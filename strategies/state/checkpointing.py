@@ -15,7 +15,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
 
 from unicron_lightning import wire
-from unicron_lightning.checkpoints.index import MODEL, OPTIMIZER, by_name, is_folder, read_checkpoint
+from unicron_lightning.checkpoints.names import MODEL, OPTIMIZER, by_name, is_folder
 from unicron_lightning.checkpoints.records import leave_record
 from unicron_lightning.checkpoints.staging import HeldCheckpoint
 from unicron_lightning.data.order import StepShape
@@ -65,7 +65,11 @@ class SingleFileCheckpoints(CheckpointStore):
 
     def load(self, path: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the checkpoint, a file or a folder; one of another strategy counts steps from now on."""
-        return self.converted(read_checkpoint(path) if is_folder(path) else read())
+        if not is_folder(path):
+            return self.converted(read())
+        from unicron_lightning.checkpoints.index import read_checkpoint  # takes half a second to import
+
+        return self.converted(read_checkpoint(path))
 
     def held(self, checkpoint: dict[str, Any]) -> HeldCheckpoint:
         state: dict[str, Any] = {MODEL: checkpoint["state_dict"]}

@@ -9,6 +9,7 @@ failure is a warning and an event, and leaves the version before it in place.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final
 import lightning.pytorch as pl
 import msgspec
 import torch
-from torch.distributed.tensor import DTensor
 
 from unicron_lightning.checkpoints.client import IN_FLIGHT, WriterProcess
 from unicron_lightning.checkpoints.division import part_writers
@@ -112,6 +112,7 @@ class Persisting:
         self._overlap = self._overlap and overlap
         if self._writer is None:
             self._writer = WriterProcess(self._members)
+            importlib.import_module("torch.distributed.checkpoint._nested_dict")  # here, not in the step that saves
 
     def save(self, trainer: pl.Trainer, path: Any, *, weights_only: bool) -> None:
         """Stage a checkpoint and have it written; for all members together."""
@@ -356,8 +357,8 @@ def _continues(trainer: pl.Trainer) -> bool:
 
 def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Return the addresses of the memory in which tensors, or this worker's parts of them, are."""
-    with torch.no_grad():
-        own = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    with torch.no_grad():  # a DTensor is known by its method: its package takes half a second to import
+        own = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
     return {each.untyped_storage().data_ptr() for each in own}
 
 

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
-from unicron_lightning.checkpoints.index import is_folder, read_rest
+from unicron_lightning.checkpoints.index import read_rest
+from unicron_lightning.checkpoints.names import is_folder
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp import folder
 from unicron_lightning.fsdp.export import export_checkpoint

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.worker.checkpoint_folders import _ALLOWED, INDEX, FolderReader, load_index
+from unicron_lightning.worker.checkpoint_files import INDEX
+from unicron_lightning.worker.checkpoint_folders import _ALLOWED, FolderReader, load_index
 
 PROGRAMS = 20_000
 ATTRIBUTES = (

@@ -32,7 +32,6 @@ from unicron_lightning.checkpoints.messages import (
     WritersGone,
     WriteVersion,
 )
-from unicron_lightning.checkpoints.writing import Versions
 from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 
 logger = logging.getLogger(__name__)
@@ -280,6 +279,8 @@ class WriterProcess:
 
     def _write_here(self) -> None:
         """Write the versions in this process: the run ends, and the writer has not started."""
+        from unicron_lightning.checkpoints.writing import Versions  # takes half a second to import
+
         self._stop(idle=True)
         writing = Versions()
         writing.ending = True

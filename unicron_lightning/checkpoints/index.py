@@ -12,7 +12,7 @@ import math
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Any, cast
 
 import msgspec
 import torch
@@ -21,12 +21,8 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from unicron_lightning.worker.checkpoint_folders import INDEX, FolderReader, PlainObjects
-
-MODEL: Final = "state_dict"
-OPTIMIZER: Final = "optimizer_"
-"""Followed by the number of the optimizer."""
-REST: Final = "meta.pt"
+from unicron_lightning.checkpoints.names import MODEL, OPTIMIZER, REST
+from unicron_lightning.worker.checkpoint_folders import FolderReader, PlainObjects
 
 
 class IndexEntry(msgspec.Struct, frozen=True):
@@ -53,16 +49,6 @@ class WrittenPart(msgspec.Struct, frozen=True):
     pieces: list[IndexEntry]
     digests: dict[str, str]
     version: str = ""
-
-
-def is_folder(path: str | Path) -> bool:
-    """Whether a checkpoint is a folder, or objects under a URL, in this format."""
-    if "://" in str(path):
-        import fsspec  # type: ignore[import-untyped]  # for URLs only
-
-        files, root = fsspec.core.url_to_fs(str(path))
-        return all(files.isfile(f"{root}/{name}") for name in (INDEX, REST))
-    return (Path(path) / INDEX).is_file() and (Path(path) / REST).is_file()
 
 
 def encode_index(pieces: Sequence[IndexEntry], places: Mapping[str, Any]) -> bytes:
@@ -158,15 +144,3 @@ def _numbered(state: dict[str, Any]) -> dict[str, Any]:
         "state": {numbers[name]: values for name, values in state.get("state", {}).items()},
         "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
     }
-
-
-def by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return an optimizer's state by parameters' names, from its `state_dict`.
-
-    Args:
-        state: by numbers.
-        names: of the parameters of each group.
-    """
-    flat = [name for group in names for name in group]
-    groups = [{**group, "params": list(own)} for group, own in zip(state["param_groups"], names, strict=True)]
-    return {"state": {flat[number]: values for number, values in state["state"].items()}, "param_groups": groups}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -10,12 +11,10 @@ from typing import Any, Final
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from unicron_lightning.checkpoints.division import aligned, divide
-from unicron_lightning.checkpoints.index import REST
 from unicron_lightning.checkpoints.messages import StagedPart, StagedTensor, WriteVersion
-from unicron_lightning.checkpoints.version import tensor_in
+from unicron_lightning.checkpoints.names import REST
 from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 from unicron_lightning.worker.operations import pack_parts
 
@@ -75,6 +74,8 @@ class HeldCheckpoint:
     @classmethod
     def whole(cls, state: Mapping[str, Any], rest: Mapping[str, Any]) -> HeldCheckpoint:
         """Describe a nested state that this worker holds as a whole."""
+        from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # takes half a second to import
+
         flat, places = flatten_state_dict(dict(state))
         tensors = {
             name: each.detach() if each.requires_grad else each for name, each in flat.items() if _is_plain(each)
@@ -180,3 +181,12 @@ def saved_bytes(value: Any) -> bytes:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+
+
+def tensor_in(memory: mmap.mmap, each: StagedTensor) -> torch.Tensor:
+    """Return a piece in shared memory as a tensor of its sizes, without a copy."""
+    dtype = getattr(torch, each.dtype or "uint8")
+    number = torch.Size(each.sizes).numel()
+    if number == 0:
+        return torch.empty(each.sizes, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=number, offset=each.start).view(each.sizes)

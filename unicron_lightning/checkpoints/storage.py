@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from unicron_lightning.checkpoints.index import REST
+from unicron_lightning.checkpoints.names import REST
 from unicron_lightning.regular_files import read_regular
-from unicron_lightning.worker.checkpoint_files import HashingFile
-from unicron_lightning.worker.checkpoint_folders import INDEX, referenced
+from unicron_lightning.worker.checkpoint_files import INDEX, HashingFile
+from unicron_lightning.worker.checkpoint_folders import referenced
 
 UNFINISHED: Final = "unfinished"
 STALE_SECONDS: Final = 3600.0

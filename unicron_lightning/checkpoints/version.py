@@ -27,9 +27,9 @@ from unicron_lightning.checkpoints.messages import (
     VersionWritten,
     WriteVersion,
 )
+from unicron_lightning.checkpoints.staging import tensor_in
 from unicron_lightning.checkpoints.storage import VersionStorage
-from unicron_lightning.worker.checkpoint_files import total
-from unicron_lightning.worker.checkpoint_folders import INDEX
+from unicron_lightning.worker.checkpoint_files import INDEX, total
 from unicron_lightning.worker.operations import unpack_parts
 
 _OBJECTS: Final = "objects.distcp"
@@ -245,15 +245,6 @@ class WritingVersion:
 
 def _record(content: bytes) -> WrittenPart:
     return msgspec.json.decode(content, type=WrittenPart)
-
-
-def tensor_in(memory: mmap.mmap, each: StagedTensor) -> torch.Tensor:
-    """Return a piece in shared memory as a tensor of its sizes, without a copy."""
-    dtype = getattr(torch, each.dtype or "uint8")
-    number = torch.Size(each.sizes).numel()
-    if number == 0:
-        return torch.empty(each.sizes, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=number, offset=each.start).view(each.sizes)
 
 
 def _entry(each: StagedTensor, file: str, start: int, length: int) -> IndexEntry:

@@ -13,7 +13,8 @@ import fsspec  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from unicron_lightning.checkpoints.index import REST, is_folder, read_checkpoint
+from unicron_lightning.checkpoints.index import read_checkpoint
+from unicron_lightning.checkpoints.names import REST, is_folder
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.regular_files import open_regular
 

@@ -25,15 +25,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from unicron_lightning.checkpoints import index
-from unicron_lightning.checkpoints.index import MODEL, REST, IndexEntry, WrittenPart
+from unicron_lightning.checkpoints import index, names
+from unicron_lightning.checkpoints.index import IndexEntry, WrittenPart
+from unicron_lightning.checkpoints.names import MODEL, REST
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, HeldTensor
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.mesh import local_shard
 from unicron_lightning.fsdp.whole import like, load_optimizer
-from unicron_lightning.worker.checkpoint_folders import INDEX, FolderReader, HashingFiles, PlainObjects
+from unicron_lightning.worker.checkpoint_files import INDEX
+from unicron_lightning.worker.checkpoint_folders import FolderReader, HashingFiles, PlainObjects
 
-OPTIMIZER: Final = index.OPTIMIZER + "0"
+OPTIMIZER: Final = names.OPTIMIZER + "0"
 
 
 def begin_folder(folder: Path) -> None:
@@ -186,7 +188,7 @@ def _named(module: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """The state of a module and its optimizer, by names, as torch's `get_optimizer_state_dict` gives it."""
     state: dict[str, Any] = {MODEL: {name: each.detach() for name, each in module.state_dict(keep_vars=True).items()}}
     if optimizer is not None:
-        state[OPTIMIZER] = index.by_name(optimizer.state_dict(), _group_names(module, optimizer))
+        state[OPTIMIZER] = names.by_name(optimizer.state_dict(), _group_names(module, optimizer))
     return state
 
 

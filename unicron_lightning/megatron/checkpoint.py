@@ -30,8 +30,8 @@ from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.regular_files import open_regular
-from unicron_lightning.worker.checkpoint_files import folder_digests, names
-from unicron_lightning.worker.checkpoint_folders import INDEX, FolderReader, HashingFiles, PlainObjects, load_index
+from unicron_lightning.worker.checkpoint_files import INDEX, folder_digests, names
+from unicron_lightning.worker.checkpoint_folders import FolderReader, HashingFiles, PlainObjects, load_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -16,6 +16,9 @@ from typing import IO, Any, Final, cast
 
 from unicron_lightning.regular_files import open_regular
 
+INDEX: Final = ".metadata"
+"""Name of the index in a folder of `torch.distributed.checkpoint`."""
+
 _LARGE: Final = 1 << 20
 """Bytes from which a thread of its own computes the digest, while the file is written."""
 _CHUNK: Final = 1 << 22
@@ -123,7 +126,7 @@ def _names_at(url: str) -> list[str] | None:
     """Return the files of a checkpoint that is not one file, as its index names them; None if it is one file."""
     import fsspec
 
-    from unicron_lightning.worker.checkpoint_folders import INDEX, referenced
+    from unicron_lightning.worker.checkpoint_folders import referenced
 
     files, root = fsspec.core.url_to_fs(url)
     if not files.isfile(f"{root}/{INDEX}"):

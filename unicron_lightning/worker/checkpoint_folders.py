@@ -25,12 +25,11 @@ from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.regular_files import open_regular
-from unicron_lightning.worker.checkpoint_files import HashingFile
+from unicron_lightning.worker.checkpoint_files import INDEX, HashingFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-INDEX: Final = ".metadata"
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _SET: Final = frozenset(
     {

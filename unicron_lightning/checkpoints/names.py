@@ -1,0 +1,36 @@
+"""Names in a checkpoint's folder and its index, without torch's package of checkpoints, which takes long to import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from unicron_lightning.worker.checkpoint_files import INDEX
+
+MODEL: Final = "state_dict"
+OPTIMIZER: Final = "optimizer_"
+"""Followed by the number of the optimizer."""
+REST: Final = "meta.pt"
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a checkpoint is a folder, or objects under a URL, in this format."""
+    if "://" in str(path):
+        import fsspec  # type: ignore[import-untyped]  # for URLs only
+
+        files, root = fsspec.core.url_to_fs(str(path))
+        return all(files.isfile(f"{root}/{name}") for name in (INDEX, REST))
+    return (Path(path) / INDEX).is_file() and (Path(path) / REST).is_file()
+
+
+def by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return an optimizer's state by parameters' names, from its `state_dict`.
+
+    Args:
+        state: by numbers.
+        names: of the parameters of each group.
+    """
+    flat = [name for group in names for name in group]
+    groups = [{**group, "params": list(own)} for group, own in zip(state["param_groups"], names, strict=True)]
+    return {"state": {flat[number]: values for number, values in state["state"].items()}, "param_groups": groups}
