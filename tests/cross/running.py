@@ -18,10 +18,12 @@ from cross.training import OLD, written
 from joins.running import Alone, Site, World
 
 from unicron_lightning.cli.client import quoted
-from unicron_lightning.errors import UnicronError
+from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 
 SECONDS: Final = 60.0
 """Most time of a case."""
+ORDER_SECONDS: Final = 10.0
+"""Most time in which the coordinator answers an order."""
 RELATIVE, ABSOLUTE = 1e-7, 1e-9
 """Differences by the order of additions in float64, over some dozen steps."""
 
@@ -109,23 +111,15 @@ def _give_orders(site: Site, world: World, case: Case, folder: Path) -> list[str
 
 
 def _give(site: Site, world: World, order: Order, folder: Path, number: int) -> None:
-    label = world.label(order.node)
     match order.kind:
         case "drain":
-            site.cluster.drain(label)
-            world.later(0.4, lambda: site.cluster.undrain(label))
+            path = f"/v1/nodes/{quoted(world.label(order.node))}"
+            _ask(site, f"{path}/drain")
+            world.later(0.4, lambda: _ask(site, f"{path}/undrain"))
         case "resize":
             path = f"/v1/tasks/{quoted(world.task)}/resize"
-            least = max(1, world.least, world.size - 1)
-
-            def resize(nodes: object) -> None:
-                try:
-                    site.cluster.fetch(path, method="POST", nodes=nodes)
-                except UnicronError as error:  # the task has ended
-                    (folder / "refused").write_text(str(error))
-
-            resize(least)
-            world.later(0.4, lambda: resize("all"))
+            _ask(site, path, nodes=max(1, world.least, world.size - 1))
+            world.later(0.4, lambda: _ask(site, path, nodes="all"))
         case "agent":
             (folder / f"came-{number}").touch()
             world.replace(order.node, signal.SIGKILL)
@@ -139,6 +133,20 @@ def _give(site: Site, world: World, order: Order, folder: Path, number: int) -> 
         case "coordinator":
             site.cluster.kill_coordinator()
             site.cluster.start_coordinator()
+
+
+def _ask(site: Site, path: str, **fields: object) -> None:
+    """Give an order; the coordinator may be away for a while, and the task may have ended."""
+    limit = time.monotonic() + ORDER_SECONDS
+    while time.monotonic() < limit:
+        try:
+            site.cluster.fetch(path, method="POST", **fields)
+        except CoordinatorUnavailable:
+            time.sleep(0.1)
+        except UnicronError:
+            return
+        else:
+            return
 
 
 # ---- judgement
