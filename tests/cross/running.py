@@ -74,7 +74,7 @@ def run(site: Site, name: str, case: Case) -> Verdict:
     died = len(list(folder.glob("died-*")))
     if not faults:
         faults = _compared(case, folder, died, given)
-    elif codes["alone"] != [0]:
+    elif any(codes["alone"]):
         faults = ["alone: " + _last_error(folder / "single" / "alone.log"), *faults]
     logs = [*(folder / "agents").glob("*.log"), *(folder / "single").glob("*.log")]
     log = "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
