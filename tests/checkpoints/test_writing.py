@@ -285,6 +285,26 @@ def test_a_late_writer_with_nothing_to_write_waits_for_no_version_that_was_remov
         each.release()
 
 
+def test_a_writer_does_not_wait_for_a_version_that_was_removed_before_it_looked(tmp_path: Path) -> None:
+    """Both ranks write a part; the first one publishes the version, and removes it when a later one is complete."""
+    writers, buffers = [Versions(), Versions()], []
+    for rank, writer in enumerate(writers):
+        path = str(tmp_path / "1.ckpt")
+        order = WriteVersion(number=1, name="v1", path=path, rank=rank, holders=[[0, 1], [1, 0]])
+        order, memories = staged(MemoryPool(), order)
+        buffers += memories
+        writer.add(order, [mmap.mmap(each.descriptor, 0) for each in memories])
+    assert not writers[1].advance(), "its part is written"
+    assert [type(each) for each in writers[0].advance()] == [VersionWritten]
+    shutil.rmtree(tmp_path / "1.ckpt")
+    assert not writers[1].advance(), "it waits for no later version, and its worker goes on"
+    writers[1].ending = True
+    assert writers[1].advance() == [VersionOver(number=1)]
+    assert not list(tmp_path.iterdir())
+    for each in buffers:
+        each.release()
+
+
 def test_a_worker_that_waits_leaves_versions_without_a_trace_to_others(tmp_path: Path) -> None:
     """All of them have been written, and removed, before the second rank's writer had started."""
     first, second = Versions(), Versions()

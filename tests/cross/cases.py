@@ -136,7 +136,7 @@ class Script:
         It does not if batches have state of their own (statistics, random numbers), are joined from several loaders,
         or change in number.
         """
-        unequal = {"swa", "stopping", *(("stop",) if self.fits > 1 else ())}
+        unequal = {"swa", "stopping", *(("stop",) if self.fits > 1 or self.resumes else ())}
         return replace(
             self,
             norm=False,

@@ -184,6 +184,9 @@ def differences(one: Any, other: Any, path: str = "") -> Iterator[str]:
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for place, pair in enumerate(zip(one, other, strict=True)):
             yield from differences(*pair, f"{path}[{place}]")
+    elif isinstance(one, list) and isinstance(other, list):
+        unequal = next((place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), -1)
+        yield f"{path}: {len(one)} in the world, {len(other)} alone; from {unequal}: {one[unequal:]}, {other[unequal:]}"
     elif isinstance(one, float) and isinstance(other, float):
         if not math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE) and not (one != one and other != other):
             yield f"{path}: {one!r} in the world, {other!r} alone"

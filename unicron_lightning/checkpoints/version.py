@@ -24,6 +24,7 @@ from unicron_lightning.checkpoints.messages import (
     StagedTensor,
     ToWorker,
     VersionFailed,
+    VersionOver,
     VersionWritten,
     WriteVersion,
 )
@@ -78,6 +79,8 @@ class WritingVersion:
             with contextlib.suppress(Exception):
                 if (digest := self._digest()) is not None:  # another writer was faster
                     return VersionWritten(number=self.order.number, digest=digest)
+            if self._written and self.leaves_no_trace():  # it was removed while this writer looked at it
+                return VersionOver(number=self.order.number)
             return self._fail(f"rank {self.order.rank}: {error}")
 
     def _advance(self) -> ToWorker | None:
@@ -118,8 +121,8 @@ class WritingVersion:
                 self._write_own()
 
     def leaves_no_trace(self) -> bool:
-        """Whether nothing of the version is in the storage, and others have to write all of it."""
-        if any(map(self._is_first, (self._finishers, *self.order.holders))):
+        """Whether nothing of the version is in the storage, and others have to write all of it, or have removed it."""
+        if not self._written and any(map(self._is_first, (self._finishers, *self.order.holders))):
             return False
         try:
             return not self._storage.names() and self._digest() is None

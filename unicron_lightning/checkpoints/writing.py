@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
-from unicron_lightning.checkpoints.messages import ToWorker, VersionOver, VersionWritten, WriteVersion
+from unicron_lightning.checkpoints.messages import ToWorker, VersionFailed, VersionOver, VersionWritten, WriteVersion
 from unicron_lightning.checkpoints.records import leave_record
 from unicron_lightning.checkpoints.storage import storage_of
 from unicron_lightning.checkpoints.version import WritingVersion
@@ -65,7 +65,7 @@ class Versions:
             if isinstance(outcome, VersionWritten):
                 self._complete = max(self._complete, number)
                 _leave_record(version.order, outcome.digest)
-            elif outcome is not None:
+            elif isinstance(outcome, VersionFailed):
                 self._failed.append(version)
             if outcome is not None:
                 outcomes.append(outcome)
