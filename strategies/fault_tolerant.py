@@ -264,11 +264,13 @@ class FaultTolerantStrategy(CollectingStrategy):
                 self._membership.join(trainer)
             return
         session.record_fit()
-        remembers = fitting and self._membership.remember(trainer)
-        resumes = fitting and any(checkpoint.fit >= session.fits for checkpoint in session.resume)
-        if remembers or resumes:
+        leaves_out = fitting and self._membership.leave_out(trainer)
+        remembers = fitting and not leaves_out and self._membership.remember(trainer)
+        known = any(checkpoint.fit >= session.fits for checkpoint in session.resume)
+        resumes = fitting and not leaves_out and known
+        if remembers or resumes or leaves_out:
             self._restores = "never"
-        parallelism.found(resumes=resumes or remembers)
+        parallelism.found(resumes=resumes or remembers or leaves_out)
         if remembers:
             self._membership.remembered()
         elif resumes:

@@ -110,17 +110,16 @@ class Membership:
             return
         if self._sanity_steps is not None:  # all workers check, or none, in a further fit of this trainer
             trainer.num_sanity_val_steps, self._sanity_steps = self._sanity_steps, None
-        key = f"results of fit {session.fits}"
         if self._skipped is None:
-            if session.engine.world.rank == 0 and not session.joins:
-                results = join_state.fit_results(trainer)
-                if results is not None and len(results) <= RECORD_BYTES:
-                    text = base64.b64encode(results).decode()
-                    session.control.record(key, text, session.engine.world.epoch, lasting=True)
+            results = None if session.joins else join_state.fit_results(trainer)
+            session.results = None
+            if results is not None and len(results) <= RECORD_BYTES:
+                session.results = session.fits, base64.b64encode(results).decode()
+            session.record_results()
             return
         trainer.limit_train_batches, self._skipped = self._skipped, None
         callbacks.allow_search(trainer)
-        if (value := session.control.lookup(key)) is not None:
+        if (value := session.results_of(session.fits)) is not None:
             join_state.take_fit_results(trainer, codec.decode(base64.b64decode(value)))
 
     def resume(self, trainer: pl.Trainer) -> None:
@@ -163,6 +162,13 @@ class Membership:
         reset()
         strategy.stopping.agreed = trainer.should_stop
         self.logged = None
+
+    def leave_out(self, trainer: pl.Trainer) -> bool:
+        """Leave out a fit if the agents' memory has a version of a later one; return whether it did."""
+        past = self._strategy.memory.is_past()
+        if past:
+            self.skip(trainer)
+        return past
 
     def remember(self, trainer: pl.Trainer) -> bool:
         """Resume from a state in the agents' memory, if the coordinator offers one; return whether it did.

@@ -41,6 +41,7 @@ If that is too short, the coordinator notifies them and they finish among themse
 _BURIED_SECONDS = 2.0
 """Seconds that the end of the process waits for closed communicators: one in its destructor would abort the process."""
 _FIT = "fit"
+_RESULTS = "results of fit"
 """Record of the task's present fit."""
 _DESTROYED_SECONDS = 20.0
 """Seconds that the end of the process waits for NCCL groups in their aborts and destructors, for the same reason."""
@@ -64,6 +65,7 @@ class Session(OfProcess):
         joins: whether this joiner has not reached its first step.
         fits: number of the script's ``fit`` calls so far, those that were left out among them.
         left_out: number of these, which the task has finished.
+        results: number and encoded results of the last ``fit`` that this worker has ended, and has not left out.
         record: path of this worker's record of its newest checkpoint, see `checkpoints.records`; "" without an agent.
 
     Raises:
@@ -78,6 +80,7 @@ class Session(OfProcess):
         self.resume: Sequence[wire.Checkpoint] = ()
         self.memory: Sequence[wire.StateOffer] = ()
         self.fits = self.left_out = 0
+        self.results: tuple[int, str] | None = None
         self.record = ""
         self._runs = 0
         self._stacks: StackFile | None = None
@@ -179,9 +182,23 @@ class Session(OfProcess):
         return self._runs
 
     def record_fit(self) -> None:
-        """Record, as the first rank, the number of the task's present ``fit`` for workers that join later."""
+        """Record, as the first rank, the number of the task's present ``fit`` for workers that join later.
+
+        So, too, the results of the one before: the rank that had to record them may have died.
+        """
         if self.control is not None and self.fits > 1 and self.engine.world.rank == 0 and not self.joins:
             self.control.record(_FIT, str(self.fits), self.engine.world.epoch)
+            self.record_results()
+
+    def record_results(self) -> None:
+        """Record, as the first rank, the results of the last ``fit`` that has ended, for workers that leave it out."""
+        if self.control is not None and self.results is not None and self.engine.world.rank == 0:
+            fit, text = self.results
+            self.control.record(f"{_RESULTS} {fit}", text, self.engine.world.epoch, lasting=True)
+
+    def results_of(self, fit: int) -> str | None:
+        """Return the recorded results of a ``fit`` of the task, if there are any."""
+        return None if self.control is None else self.control.lookup(f"{_RESULTS} {fit}")
 
     def is_past(self) -> bool:
         """Whether the task is in a later ``fit`` than this joiner's script."""

@@ -235,7 +235,10 @@ def resume(trainer: pl.Trainer, path: str, take_beside: Callable[[], bytes | Non
 
 def resume_from(trainer: pl.Trainer, state: dict[str, Any]) -> dict[str, Any]:
     """Resume from a joiner's state that a member of an earlier life has left; return the state for `arrive`."""
-    cut_rows(trainer.loggers, int(state["checkpoint"]["global_step"]))
+    step = state["checkpoint"]["global_step"]
+    if not trainer.lightning_module.automatic_optimization:  # loggers count batches, and not optimizers' steps
+        step = state["checkpoint"]["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"]
+    cut_rows(trainer.loggers, int(step))
     return receive(trainer, state)
 
 

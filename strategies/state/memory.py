@@ -98,11 +98,31 @@ class StateMemory:
                 control.event("memory_checkpoint_failed", step=engine.step, error=str(error)[:500])
             self._failing = True
 
+    def is_past(self) -> bool:
+        """Whether a complete version of a later ``fit`` is offered; for all founders together. Newer ones are left."""
+        session = self._strategy.session
+        later = [offer for offer in session.memory if offer.version.fit > session.fits]
+        if not later or session.control is None:
+            return False
+        given = session.control.held(_ANSWER_SECONDS)
+        for place, offer in enumerate(later):
+            own = self._own(offer, given)
+            if self._strategy.parallelism.division.refusal(offer.version) is None:
+                _, sources = self._sources(f"{_name(offer)} later", offer, own)
+                if None not in sources:
+                    session.memory = session.memory[session.memory.index(later[place]) :]
+                    return True
+        session.memory = tuple(offer for offer in session.memory if offer not in later)
+        return False
+
     def restore(self, trainer: pl.Trainer) -> dict[str, Any] | None:
         """Restore the newest offered version that is complete; for all founders together.
 
         Returns:
             Its state, for `join_state.arrive`; None if no version can be restored.
+
+        Raises:
+            FitPassed: fits before it were left out, and it is complete no more.
         """
         strategy, session, division = self._strategy, self._strategy.session, self._strategy.parallelism.division
         offers = [offer for offer in session.memory if offer.version.fit == session.fits]
@@ -128,6 +148,8 @@ class StateMemory:
             if strategy.engine.world.rank == 0:
                 session.control.event("state_restored", tier="memory", step=step, holders=offer.holders)
             return loops
+        if session.left_out and not session.resume:
+            raise FitPassed(f"fit number {session.fits}: its version in the agents' memory is complete no more")
         return None
 
     def close(self) -> None:
@@ -174,12 +196,7 @@ class StateMemory:
         needed = range(division.shard * pieces, (division.shard + 1) * pieces)
         parts = {part: data for part, (_, data) in own.items() if part in needed}
         while True:
-            digests = {part: digest for part, (digest, _) in own.items()}
-            views = self._views(name, _Found(worker=self._worker, shard=division.shard, digests=digests), _Found)
-            sources = [
-                next((view.worker for view in views if part in view.digests), None)
-                for part in range(offer.version.parts)
-            ]
+            views, sources = self._sources(name, offer, own)
             if None in sources:
                 if self._strategy.engine.world.rank == 0:
                     missing = [part for part, source in enumerate(sources) if source is None]
@@ -193,6 +210,16 @@ class StateMemory:
                         parts[part] = data
             if self._all(f"{name} received", len(parts) == pieces):  # otherwise a worker has died meanwhile
                 return [parts[part] for part in needed]
+
+    def _sources(
+        self, name: str, offer: wire.StateOffer, own: dict[int, tuple[str, bytes]]
+    ) -> tuple[list[_Found], list[str | None]]:
+        """Return the copies of all workers, and for each part a worker that has a valid one."""
+        digests = {part: digest for part, (digest, _) in own.items()}
+        shard = self._strategy.parallelism.division.shard
+        views = self._views(name, _Found(worker=self._worker, shard=shard, digests=digests), _Found)
+        parts = range(offer.version.parts)
+        return views, [next((view.worker for view in views if part in view.digests), None) for part in parts]
 
     def _views(self, name: str, own: _View, kind: type[_View]) -> list[_View]:
         """Return the descriptions of all workers, in rank order."""
