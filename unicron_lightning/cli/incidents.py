@@ -47,7 +47,8 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _incidents(options: argparse.Namespace) -> int:
     query = {"task": options.task} if options.task is not None else {}
-    answer = ask(options, "/v1/incidents", **query, **current(options))
+    recent = {} if options.task else current(options)  # a task that is named may be a former one
+    answer = ask(options, "/v1/incidents", **query, **recent)
     if options.json:
         print(json.dumps(answer, indent=2))
     elif options.csv:

@@ -78,11 +78,11 @@ async def closed_incident_is_told_in_all_forms(coordinator: Coordinator) -> None
     assert (await get(f"{coordinator.url}/v1/incidents?task=other"))["incidents"] == []
     printed = await asyncio.to_thread(unicron, coordinator.port, "--json", "--task", "t")
     assert json.loads(printed) == answer
-    (row,) = csv.DictReader(io.StringIO(await asyncio.to_thread(unicron, coordinator.port, "--csv")))
+    (row,) = csv.DictReader(io.StringIO(await asyncio.to_thread(unicron, coordinator.port, "--csv", "--all")))
     assert (row["task"], row["incident"], row["cause"], row["outcome"]) == ("t", "i1", "signal", "ended")
     assert float(row["transition_seconds"]) == bill["phases"]["transition"]["seconds"]
     assert row["transition_waf_seconds"] == ""
-    table = await asyncio.to_thread(unicron, coordinator.port)
+    table = await asyncio.to_thread(unicron, coordinator.port, "--all")
     assert "ended" in table and "without WAF-seconds" in table
 
 
