@@ -91,7 +91,7 @@ def test_a_joiner_that_differs_ends_with_the_name_of_the_parameter(place: Site) 
     """The members go on, and the next joiner has their state."""
     ends = results(place.run("odd"))
     said = place.log("odd")
-    assert "the parameters of rank 1 on node odd-1 differ" in said and "and head.weight differs" in said
+    assert "the parameters of rank 1 on node joins-odd-1 differ" in said and "and head.weight differs" in said
     assert "All workers that differ have joined before this step" in said
     assert "task_resumes_from" not in said and sorted(each["replaces"] for each in ends) == [False, True]
     assert far(ends[0]["end"], ends[1]["end"]) == {}
