@@ -146,6 +146,7 @@ CLUSTER: Final = {
     "unicron status": Run(says="gpt"),
     "unicron checkpoints TASK": Run(replace=(("[--json]", "--json"),)),
     "unicron incidents": Run(),
+    "unicron incidents --id i3": Run(status=2, says="no incident 'i3'"),
     "unicron resize TASK 4": Run(),
     "unicron relayout TASK --tp": Run(status=2, says="a strategy without layouts"),
     "unicron relayout TASK --shards": Run(status=2, says="a strategy without layouts"),
