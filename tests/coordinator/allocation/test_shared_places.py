@@ -189,3 +189,17 @@ SharedPlaces.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestSharedPlaces = SharedPlaces.TestCase
+
+
+def test_a_task_that_the_plan_stops_at_once_is_reviewed_in_the_same_turn() -> None:
+    state = SharedPlaces()
+    state.begin(places=2, limits=[(1, 0), (1, 0)])
+    state.coordinator_restarts()
+    for _ in range(4):
+        state.come_back()
+    state.everybody_goes_on()
+    state.everybody_goes_on()
+    state.drain(drained=True, number=1)  # of the same minimum, one has a place; the other's workers have no state yet
+    assert "task_paused" in state.world.names("b")
+    assert ("recovery", "b") not in {(key.kind, key.task) for key in state.world.timers}
+    state.teardown()

@@ -226,6 +226,7 @@ def pause(task: Task, turn: Turn) -> None:
 def save_and_stop(task: Task, turn: Turn, reason: PauseReason) -> None:
     """Stop the task once its members have written a checkpoint; now, if no worker has a state to save."""
     task.pause_reason = reason
+    turn.to_review[task.id] = task
     if task.pausing:  # for another reason; this one decides about what follows
         turn.save(task)
         return
@@ -236,7 +237,6 @@ def save_and_stop(task: Task, turn: Turn, reason: PauseReason) -> None:
     turn.save(task)
     turn.emit(task, "task_pauses", epoch=task.number, reason=reason)
     await_pause(task, turn)
-    turn.to_review[task.id] = task
 
 
 def await_pause(task: Task, turn: Turn) -> None:
