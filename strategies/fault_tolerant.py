@@ -54,7 +54,7 @@ from unicron_lightning.strategies.state.checkpointing import ReportedCheckpoints
 from unicron_lightning.strategies.state.comparison import Comparison
 from unicron_lightning.strategies.state.memory import StateMemory
 from unicron_lightning.strategies.state.persisting import Persisting
-from unicron_lightning.strategies.stopping import Stopping
+from unicron_lightning.strategies.stopping import Stopping, surround
 from unicron_lightning.strategies.watching import LIGHTNING_BACKWARD, watched
 from unicron_lightning.worker.checkpoint_files import located
 from unicron_lightning.worker.control.statistics import Summary
@@ -243,6 +243,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         saved_configuration.note_saved(trainer, session.control)
         self._timed = TimedValidation(trainer, lambda due: bool(self.broadcast(due)))
         self.stopping = Stopping(trainer, session.engine)
+        surround(trainer.fit_loop, "on_run_end", before=parallelism.finish)
         dtype = logged_dtype(self.precision_plugin)
         trainer.fit_loop.epoch_loop._results = RecordingResults(True, self.reduce, dtype=dtype)
         parallelism.evaluation.begin_run(trainer)

@@ -289,6 +289,9 @@ class Parallelism(ABC):
         """
         return lambda: None
 
+    def finish(self) -> None:  # noqa: B027
+        """End the training of a ``fit``, before the hooks of its end."""
+
     @abstractmethod
     def close(self) -> None:
         """End a run."""

@@ -36,8 +36,8 @@ class Stopping(OfProcess):
         engine.wants_stop = engine.stops = False
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         for loop, name in ((fit, "on_run_start"), (epoch, "on_run_start"), (fit, "on_advance_end")):
-            _surround(loop, name, after=self._look)
-        _surround(epoch, "on_advance_end", before=self._look_before_validation, after=self._look)
+            surround(loop, name, after=self._look)
+        surround(epoch, "on_advance_end", before=self._look_before_validation, after=self._look)
 
     def committed(self) -> None:
         """After a step: stop if the members have agreed to in its commit."""
@@ -86,7 +86,9 @@ class _Surrounded:
         before, after: the functions.
     """
 
-    def __init__(self, loop: Any, name: str, before: Callable[[], None] | None, after: Callable[[], None]) -> None:
+    def __init__(
+        self, loop: Any, name: str, before: Callable[[], None] | None, after: Callable[[], None] | None
+    ) -> None:
         self._loop, self._method = loop, getattr(type(loop), name)
         self._before, self._after = before, after
 
@@ -94,12 +96,15 @@ class _Surrounded:
         if self._before is not None:
             self._before()
         self._method(self._loop, *args)
-        self._after()
+        if self._after is not None:
+            self._after()
 
     def __reduce__(self) -> Any:
         return partial, (self._method, self._loop)
 
 
-def _surround(loop: Any, name: str, *, before: Callable[[], None] | None = None, after: Callable[[], None]) -> None:
+def surround(
+    loop: Any, name: str, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+) -> None:
     """Have a method of a loop call functions before and after itself, in place of those of an earlier fit."""
     setattr(loop, name, _Surrounded(loop, name, before, after))

@@ -255,5 +255,8 @@ class FsdpParallel(Parallelism):
 
         return restore
 
+    def finish(self) -> None:
+        self.member.finish(self.strategy.engine)
+
     def close(self) -> None:
         """Keep the shard for the script's next run."""

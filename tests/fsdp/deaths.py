@@ -2,7 +2,7 @@
 
 A worker passes a *point* wherever the program of a step can be interrupted: at the engine's own points, in each forward
 and backward of a layer, before and after each collective of its replica. It dies at its n-th point of the step, in
-whatever epoch that is. The parameters of every complete replica at the end are those of one process.
+whatever epoch that is. The parameters of every worker at the end, also of spares, are those of one process.
 
 ``python tests/fsdp/deaths.py FIRST COUNT`` runs as many histories as wanted.
 """
@@ -84,12 +84,14 @@ class Deaths:
         tied: whether the head's weight is the embedding's.
         at: workers that die, by their first rank, each with its point of the step.
         flips: workers of which a bit flips before that step.
+        late: workers that die at the end, when they send or take a shard's state.
     """
 
     replicas: int
     tied: bool
     at: Sequence[Sequence[int]] = ()
     flips: Sequence[int] = ()
+    late: Sequence[int] = ()
 
 
 class Pointed(ShardGroup):
@@ -166,7 +168,7 @@ class Worker:
                 raise Killed
 
     def run(self) -> Any:
-        """The program of a worker: its shard and parameters at the end, None of a spare."""
+        """The program of a worker: its shard and parameters at the end."""
         try:
             self.engine.run(Agreement("start", lambda rank: b""))
             net = self._build()
@@ -181,12 +183,10 @@ class Worker:
                 self.task.odd[self.rank, self.engine.step] = [] if step.difference is None else [*step.difference.odd]
                 self.member.update()
             self.engine.step = STEPS
-            self.engine.run(Agreement("end", lambda rank: b""))
+            self.member.finish(self.engine)
             self.task.points[self.rank] = self._passed
-            place = self.fabric.place
-            assert place is not None
             parts = [part.detach().clone() for part in local_shards(net.parameters())]
-            return None if place.replica is None else (self.fabric.own_shard, parts)
+            return self.fabric.own_shard, parts
         finally:  # a dead process has no connections
             self.fabric.cut()
             self.engine.close()
@@ -204,9 +204,19 @@ class Worker:
             layer.register_forward_hook(self._passes)
         group.point = self.point
         self.member.model = FsdpShard(net, group, optimizer_of(net))
+        for name in ("state", "load_state"):
+            setattr(self.member.model, name, self._late(getattr(self.member.model, name)))
         self.member.model.fits = 1
         self.fabric.built = True
         return net
+
+    def _late(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if self.engine.step == STEPS and self.rank in self.task.drawn.late:
+                raise Killed
+            return exchange(*args)
+
+        return run
 
     def _rows(self, net: Net) -> Callable[..., None]:
         def run(rows: Sequence[int], *, last: bool) -> None:
@@ -290,14 +300,16 @@ def check(drawn: Deaths) -> Task:
     """Train with deaths.
 
     Raises:
-        AssertionError: a complete replica has other parameters than one process.
+        AssertionError: a worker has other parameters than one process.
     """
     task = Task(drawn)
     with stores(task):
         results = task.run()
+    dead = {name for name, result in results.items() if isinstance(result, Killed)}
+    assert dead.issuperset(f"agent{rank}#0" for rank in drawn.late), dead
     expected = reference(tied=drawn.tied)
     for name, result in results.items():
-        if result is None or isinstance(result, BaseException):
+        if isinstance(result, BaseException):
             continue
         shard, parts = result
         for part, whole in zip(parts, expected, strict=True):

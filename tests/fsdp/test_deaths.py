@@ -24,9 +24,19 @@ TWICE = [
 ]
 """A survivor of an interrupted backward kept gradients of whole parameters, which its next backward added again."""
 
+AT_THE_END = [
+    {"replicas": 2, "tied": True, "at": [[1, 6]], "late": [0]},
+    {"replicas": 3, "tied": False, "at": [[1, 20], [3, 30]], "late": [2]},
+]
+"""A spare takes its shard's state at the end, or dies then, as the worker that sends it does."""
+
 
 def test_no_micro_batch_counts_twice(worlds: Worlds, tmp_path: Path) -> None:
     assert worlds.run("deaths:histories", 1, tmp_path, chosen=TWICE, seeds=[]) == [[POINTS]]
+
+
+def test_spares_end_with_the_state_of_their_shard(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run("deaths:histories", 1, tmp_path, chosen=AT_THE_END, seeds=[])
 
 
 def test_random_deaths(worlds: Worlds, tmp_path: Path) -> None:

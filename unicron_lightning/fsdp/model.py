@@ -64,9 +64,6 @@ class FsdpShard:
             CommunicatorAborted: a group on the accelerator could not be connected.
         """
         self.leave()
-        if self._accelerator is not None:
-            self._accelerator.settle()
-        reset_after_exception(self.root)
         if self.group.size() > 1:
             self.group.bind(channels.inner[tuple(range(self.group.size()))])
         elif self._alone is None:
@@ -78,18 +75,28 @@ class FsdpShard:
             self.group.accelerated, self.gradients.accelerated = self._accelerator.enter(channels)
 
     def leave(self) -> None:
-        """Use no connections: this worker has become a spare, or another epoch begins."""
+        """Use no connections, and hold the shards alone: this worker has become a spare, or another epoch begins.
+
+        Raises:
+            CommunicatorAborted, EpochChanged: the epoch ended before an accelerator had finished.
+        """
+        self._let_go()
+        if self._accelerator is not None:
+            self._accelerator.settle()
+        reset_after_exception(self.root)
+
+    def close(self) -> None:
+        """Release the connections that this object has made."""
+        self._let_go()
+        if self._alone is not None:
+            self._alone.close()
+            self._alone = None
+
+    def _let_go(self) -> None:
         self.gradients.peers = None
         self.group.accelerated = self.gradients.accelerated = None
         if self._accelerator is not None:
             self._accelerator.leave()
-
-    def close(self) -> None:
-        """Release the connections that this object has made."""
-        self.leave()
-        if self._alone is not None:
-            self._alone.close()
-            self._alone = None
 
     # ---- a step
 

@@ -10,7 +10,7 @@ import torch
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import FabricShape, ReplicaFabric
 from unicron_lightning.replica.model import ReplicaModel
-from unicron_lightning.replica.start import InitialState, transfer
+from unicron_lightning.replica.start import InitialState, LastState, transfer
 from unicron_lightning.worker.balance import deal
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.ledger import share
@@ -102,6 +102,10 @@ class ReplicaMember(Generic[_Shape, _Model]):
             if self.model.keeper is None:
                 self.model.update()
             self.fabric.stepped()
+
+    def finish(self, engine: Engine) -> None:
+        """End a fit with the newest state of this worker's shard, also if it is a spare."""
+        engine.run(LastState(self.fabric, self.model))
 
     def close(self) -> None:
         """End the run."""

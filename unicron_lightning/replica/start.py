@@ -1,18 +1,22 @@
-"""The state of shards at the start, and of workers that replace others."""
+"""The state of shards at the start, of workers that replace others, and of spares at the end."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, Final
 
 import torch
 
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.replica.model import ReplicaModel
-from unicron_lightning.worker.communication.communicator import gather_bytes
+from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
 from unicron_lightning.worker.report_sum import ReportSum
+
+_PIECE_BYTES: Final = 1 << 26
+"""Bytes that a worker holds of another shard's state."""
 
 
 class InitialState(Indivisible):
@@ -42,6 +46,55 @@ class InitialState(Indivisible):
             keeper.keep(0)
         gather_bytes(engine.communicator, b"", engine.tag(self.name))
         return b""
+
+
+class LastState(Indivisible):
+    """At the end of a fit, workers with an older state of their shard, as spares have, receive the newest.
+
+    It goes through all members, since a spare has no connections of its own. No member leaves before all have theirs.
+
+    Args:
+        fabric: provides this worker's shard and its progress.
+        model: its shard.
+    """
+
+    name = "last_state"
+
+    def __init__(self, fabric: ReplicaFabric[Any], model: ReplicaModel) -> None:
+        self._fabric = fabric
+        self._model = model
+
+    def plan(self, reports: ReportSum, rank: int) -> None:
+        """All ranks do the same."""
+
+    def attempt(self, engine: Engine) -> bytes:
+        communicator, own = engine.communicator, [self._fabric.own_shard, self._fabric.at]
+        words = gather_bytes(communicator, json.dumps(own).encode(), engine.tag(self.name))
+        held: list[list[int | None]] = [json.loads(word) for word in words]
+        newest = max(at for _, at in held if at is not None)
+        lacking = {shard for shard, at in held if at != newest}
+        for shard in range(self._fabric.shape.shards):
+            if shard in lacking:
+                self._send(engine, shard, newest, held.index([shard, newest]))
+        if lacking:
+            gather_bytes(communicator, b"", engine.tag(self.name))
+        return b""
+
+    def _send(self, engine: Engine, shard: int, newest: int, source: int) -> None:
+        """Send the state of a shard from a rank to those that lack it."""
+        fabric, communicator = self._fabric, engine.communicator
+        takes = fabric.own_shard == shard and fabric.at != newest
+        data = self._model.state() if communicator.rank == source else b""
+        sends = communicator.rank == source
+        size = int(broadcast_bytes(communicator, str(len(data)).encode() if sends else None, source))
+        received = bytearray()
+        for start in range(0, size, _PIECE_BYTES):
+            piece = broadcast_bytes(communicator, data[start : start + _PIECE_BYTES] if sends else None, source)
+            if takes:
+                received += piece
+        if takes:
+            self._model.load_state(bytes(received))
+            fabric.at = newest
 
 
 def transfer(fabric: ReplicaFabric[Any], model: ReplicaModel) -> None:
