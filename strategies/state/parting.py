@@ -35,7 +35,7 @@ def part(strategy: FaultTolerantStrategy, trainer: pl.Trainer, state: dict[str, 
     """
     engine, control = strategy.engine, strategy.engine.control
     assert control is not None
-    # Lightning's `ckpt_path="last"` finds that of a pause: a task that torchruns started has ended if all of them have.
+    # Lightning's `ckpt_path="last"` finds that of a pause if the folder is that of the next task, too.
     name = "last-pause" if engine.world.kind == "pause" else engine.world.kind
     path = _folder(trainer) / f"{name}-step={trainer.global_step}.ckpt"
     rest = {key: value for key, value in state.items() if key != "checkpoint"}

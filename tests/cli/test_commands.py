@@ -340,7 +340,11 @@ async def test_a_report_a_credential_and_the_page_of_a_coordinator(coordinator, 
         await train(agents)
         out = tmp_path / "t.md"
         assert (await say("report", "t", "--out", str(out))).startswith(f"{out}: 0 incidents, goodput ")
-        assert out.read_text().startswith("# Task t\n")
+        assert out.read_text().startswith("# Task t\n") and "| reason |" not in out.read_text()
+        await agents[1].say(wire.WorkerDied(worker=agents[1].worker, cause="exit", code=1, at=time.time()))
+        await agents[0].hear(wire.Epoch)
+        await say("report", "t", "--out", str(out))
+        assert "| reason | recovering: waits for a/0#1; for detection.recovery_time at most |" in out.read_text()
         assert len((await say("metrics", "--credential")).strip()) == 64
         for address in (
             (await say("dashboard")).splitlines()[0],

@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -99,3 +100,19 @@ def test_killed_daemons_and_coordinators(tmp_path: Path) -> None:
         assert newest["number"] > 1
         (tmp_path / "finish").touch()
         cluster.wait_state("succeeded", task="j")
+
+
+def test_a_job_whose_hold_is_too_long_ends_with_the_reason(tmp_path: Path) -> None:
+    with LocalCluster(nodes=2, folder=tmp_path, coordinator=["severity.hold_timeout=1"]) as cluster:
+        job = {"command": [str(TESTS / "agent/toy_worker.py"), str(tmp_path)], "min_nodes": 2, "max_nodes": 2}
+        (tmp_path / "j.yaml").write_text(json.dumps(job))
+        cluster.unicron("submit", str(tmp_path / "j.yaml"))
+        wait_noted(tmp_path, 2, "go", world=2)
+        processes = below(cluster, "node0")
+        cluster.kill_node("node1")
+        cluster.wait_state("failed", task="j")
+        (shown,) = json.loads(cluster.unicron("jobs", "--json").stdout)
+        why = r"held below the minimum of 2 nodes: for \d+ s \(severity.hold_timeout\); the last failure, on node1: .+"
+        assert re.fullmatch(why, shown["reason"])
+        until("the end of all its processes", lambda: gone(processes), 60)
+        assert "ended with status 1" in (tmp_path / "logs" / "j" / "node0" / "0" / "agent.log").read_text()

@@ -18,6 +18,7 @@ from unicron_lightning.errors import CoordinatorUnavailable
 
 _FILE = "coordinator.sqlite"
 _CONNECT_SECONDS = 1.0
+_AWAY = "waits for a coordinator: an agent of the task starts one, or `unicron coordinator` does"
 
 
 def ask(options: argparse.Namespace, path: str, **query: str) -> Any:
@@ -98,6 +99,7 @@ def _answer(database: sqlite3.Connection, path: str, query: dict[str, str]) -> A
         return accounting.book(closed, cluster, time.time(), only=task)
     assert path == "/v1/jobs"
     found = [status for name in known(cluster) if (status := job_status(cluster, name)) is not None]
+    found = [status if status["ended_at"] is not None else {**status, "reason": _AWAY} for status in found]
     return [status for status in found if is_current(status, started_at)]
 
 

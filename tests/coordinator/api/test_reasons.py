@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from coordinator.driver import World, running, settle
 from coordinator.fake_daemon import FakeDaemon, job
+from coordinator.membership.test_plain import plain
 from coordinator.severity.test_apply import settle_all
 
 from unicron_lightning import wire
@@ -91,7 +92,11 @@ def test_a_task_that_waits_states_for_what_and_what_would_end_it():
     ends = "another node joins, it is resized, or severity.hold_timeout has passed"
     last = "last failure, on node-b: exit 1"
     assert why(world) == f"holds below its minimum: needs 2 nodes, has 1, until {ends}; {last}"
-    b.rendezvous().boot()
+    b.drain()
+    b.rendezvous()
+    assert why(world) == f"holds below its minimum: needs 2 nodes, has 1, until {ends}; drained: node-b; {last}"
+    b.drain(False)
+    b.boot()
     settle(world)
     assert why(world) is None
     world.do(ev.Cancel(task="t", save=True))
@@ -100,6 +105,30 @@ def test_a_task_that_waits_states_for_what_and_what_would_end_it():
     world.start()
     a.register()
     assert (why(world) or "").startswith("resuming: the coordinator had lost its record")
+
+
+def test_a_plain_script_that_restarts_states_for_whom_it_waits():
+    world = World()
+    a, b = plain(world, 2)
+    assert why(world) is None
+    c = world.agent("c").start()
+    assert (task_status(world.task())["state"], c.all(wire.Grant)) == ("restarting", [])
+    assert why(world) == "restarting with other nodes: waits until node-a, node-b have stopped their workers"
+    a.rendezvous()
+    assert why(world) == "restarting with other nodes: waits until node-b have stopped their workers"
+    b.rendezvous()
+    assert (why(world), task_status(world.task())["state"]) == (None, "plain")
+
+
+def test_a_job_whose_torchruns_wait_states_why():
+    world = World()
+    FakeDaemon(world, "n", "0").connect()
+    world.do(ev.Submit(jobs=(job("j", nodes=(1, 1)),)))
+    world.advance(1.0)
+    agent = world.agent("a", task="j", nodes=(1, 1), place="n/0").register()
+    world.task("j").agents["a"].held = True
+    agent.rendezvous()
+    assert why(world, "j") == "starting: torchrun at n/0; n has failed to start, and begins again after 30 s at most"
 
 
 def test_an_agent_whose_grant_is_delayed_states_why():

@@ -37,7 +37,8 @@ def _report(options: argparse.Namespace) -> int:
         raise ConfigError(f"--out {out}: expected a path that ends with .html or .md")
     losses = [] if options.metrics is None else losses_of(options.metrics, options.loss)
     bills = ask(options, "/v1/incidents", task=options.task)["incidents"]
-    story = story_of(options.task, _events(options), bills, time.time())
+    waits = {job["name"]: job["reason"] or "" for job in ask(options, "/v1/jobs") if job["ended_at"] is None}
+    story = story_of(options.task, _events(options), bills, time.time(), waits.get(options.task, ""))
     try:
         out.write_text(page(story, losses) if out.suffix == ".html" else markdown(story, losses), encoding="utf-8")
     except OSError as error:

@@ -56,7 +56,7 @@ class TaskStory:
         task: its id.
         began, ended: its times; the present if it has not ended.
         outcome: ``succeeded``, ``failed``, or None if it runs.
-        reason: of its end; "" for none.
+        reason: of its end, or why it does not train now; "" for none.
         world: times of changes of the world, with its number of workers from then on.
         steps: times of known steps, with the step: first steps of epochs, and checkpoints.
         checkpoints: times of checkpoints.
@@ -95,7 +95,11 @@ class TaskStory:
 
 
 def story_of(
-    task: str, events: Sequence[Mapping[str, Any]], bills: Sequence[Mapping[str, Any]], now: float
+    task: str,
+    events: Sequence[Mapping[str, Any]],
+    bills: Sequence[Mapping[str, Any]],
+    now: float,
+    waits: str = "",
 ) -> TaskStory:
     """Return the course of a task's newest run.
 
@@ -104,6 +108,7 @@ def story_of(
         events: its event log, oldest first.
         bills: its incidents.
         now: time.time(), for a run that has not ended.
+        waits: why it does not train now, if it has not ended; "" if it trains.
 
     Raises:
         ConfigError: the log has no event of the task.
@@ -128,7 +133,7 @@ def story_of(
         began=began,
         ended=now if end is None else end[0],
         outcome=None if end is None else "succeeded" if end[1].succeeded else "failed",
-        reason="" if end is None else end[1].reason,
+        reason=waits if end is None else end[1].reason,
         world=_world(facts),
         steps=sorted([*((at, step) for at, step, *_ in steps), *saves]),
         checkpoints=[at for at, _ in saves],

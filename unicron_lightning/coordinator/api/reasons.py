@@ -28,7 +28,7 @@ def why_waiting(cluster: Cluster, task: Task) -> str | None:
     if task.restoring and away and (task.epoch is None or not task.settled):
         return f"resuming: waits for {_few(away)} to connect again; for detection.restart_grace at most"
     if task.epoch is not None and (task.epoch.hold or task.pausing or not task.settled):
-        return _why_waiting_in_epoch(task, task.epoch)
+        return _why_waiting_in_epoch(cluster, task, task.epoch)
     if task.slots:
         return _why_starting(task)
     return _why_queued(cluster, task) if task.id in cluster.lasting.jobs else _why_forming(cluster, task)
@@ -55,7 +55,7 @@ def lost_nodes(cluster: Cluster) -> dict[str, float]:
     return {node: at for node, at in cluster.lasting.lost.items() if node not in present}
 
 
-def _why_waiting_in_epoch(task: Task, epoch: wire.Epoch) -> str | None:
+def _why_waiting_in_epoch(cluster: Cluster, task: Task, epoch: wire.Epoch) -> str | None:
     if task.pausing:
         return "pausing: its members write a checkpoint; for detection.pause_grace at most"
     if not task.settled:
@@ -65,12 +65,16 @@ def _why_waiting_in_epoch(task: Task, epoch: wire.Epoch) -> str | None:
         return f"recovering: waits for {_few(late) or 'its agents'}; for detection.recovery_time at most"
     here = len({member.agent for member in epoch.members})
     failed = task.severity.latest
-    last = f"; last failure, on {failed[-1].node}: {failed[-1].cause or failed[-1].kind}" if failed else ""
+    last = [f"last failure, on {failed[-1].node}: {failed[-1].cause or failed[-1].kind}"] if failed else []
     ends = "another node joins, it is resized, or severity.hold_timeout has passed"
-    return f"holds below its minimum: needs {counted(task.min_nodes, 'node')}, has {here}, until {ends}{last}"
+    holds = f"holds below its minimum: needs {counted(task.min_nodes, 'node')}, has {here}, until {ends}"
+    return "; ".join([holds, *_kept_out(cluster, task), *last])
 
 
 def _why_starting(task: Task) -> str | None:
+    if task.regrouping:
+        stopping = [task.agents[agent].node for agent in task.slots]
+        return f"restarting with other nodes: waits until {_few(stopping)} have stopped their workers"
     if task.plain or task.epoch is not None:
         return None
     if not task.elastic:
@@ -88,7 +92,7 @@ def _why_queued(cluster: Cluster, task: Task) -> str:
     places = [place.name for place in usable_places(cluster) if task.id in place.tasks]
     own = [place for place in places if assigned.get(place) == task.id]
     if len(own) >= need:
-        return f"starting: torchrun at {', '.join(own)}"
+        return "; ".join([f"starting: torchrun at {', '.join(own)}", *_kept_out(cluster, task)])
     if len(places) < need:
         out = [node for node in drained(cluster.lasting) if node in cluster.nodes]
         without = [f"drained: {', '.join(out)}"] if out else []
@@ -103,13 +107,23 @@ def _why_queued(cluster: Cluster, task: Task) -> str:
 
 def _why_forming(cluster: Cluster, task: Task) -> str:
     """Explain the wait of a task whose agents were started by a user."""
-    waiting = [agent for agent in task.queue() if not agent.barred and not is_drained(cluster, agent)]
-    out = [agent for agent in task.agents.values() if is_drained(cluster, agent)]
-    barred = [f"{agent.node} is barred: {agent.barred}" for agent in task.agents.values() if agent.barred]
-    drains = [f"drained: {', '.join(sorted({agent.node for agent in out}))}"] if out else []
-    here = f"{counted(len(waiting), 'node')} {'waits' if len(waiting) == 1 else 'wait'}"
-    late = [f"{agent.node} {why}" for agent in waiting if (why := _why_late(cluster, agent)) is not None]
-    return "; ".join([f"needs {counted(fewest(task), 'node')}, {here}", *late, *drains, *barred])
+    waiting = len(_candidates(cluster, task))
+    here = f"{counted(waiting, 'node')} {'waits' if waiting == 1 else 'wait'}"
+    return "; ".join([f"needs {counted(fewest(task), 'node')}, {here}", *_kept_out(cluster, task)])
+
+
+def _candidates(cluster: Cluster, task: Task) -> list[Agent]:
+    return [agent for agent in task.queue() if not agent.barred and not is_drained(cluster, agent)]
+
+
+def _kept_out(cluster: Cluster, task: Task) -> list[str]:
+    """Return why agents of a task have no slot yet."""
+    late = [(agent.node, _why_late(cluster, agent)) for agent in _candidates(cluster, task)]
+    without = [agent for agent in task.agents.values() if agent.id not in task.slots]
+    out = sorted({agent.node for agent in without if is_drained(cluster, agent)})
+    drains = [f"drained: {', '.join(out)}"] if out else []
+    barred = [f"{agent.node} is barred: {agent.barred}" for agent in without if agent.barred]
+    return [*(f"{node} {why}" for node, why in late if why is not None), *drains, *barred]
 
 
 def _why_late(cluster: Cluster, agent: Agent) -> str | None:
