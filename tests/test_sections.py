@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Literal
 
 import pytest
 
@@ -27,6 +28,10 @@ class Outer:
     perhaps: Inner | None = None
     by_name: dict[str, Inner] = field(default_factory=dict)
     table: dict[int, float] = field(default_factory=dict)
+    mode: Literal["a", "b"] = "a"
+    texts: list[str] | None = None
+    lists: dict[int, list[int]] = field(default_factory=dict)
+    maybe: bool | None = None
 
 
 def test_everything_that_may_be_said() -> None:
@@ -52,13 +57,22 @@ def test_everything_that_may_be_said() -> None:
         ({}, "inner is missing: expected a mapping"),
         ({"inner": {}}, "inner.number is missing"),
         ({"inner": {"number": 1, "nmber": 2}}, "inner.nmber=2: unknown key, expected one of number, share"),
-        ({"inner": {"number": 1.5}}, "inner.number=1.5: expected `int`"),
+        ({"inner": {"number": 1.5}}, "inner.number=1.5: expected a whole number"),
         ({"inner": {"number": 13}}, "inner: number=13: expected another"),
-        ({"inner": {"number": 1}, "by_name": {"x": {"number": "y"}}}, "by_name.x.number='y': expected `int`"),
+        ({"inner": {"number": 1}, "by_name": {"x": {"number": "y"}}}, "by_name.x.number='y': expected a whole number"),
         ({"inner": {"number": 1}, "by_name": {"x": 0}}, "by_name.x=0: expected a mapping"),
         ({"inner": {"number": 1}, "by_name": [1]}, "expected a mapping from names"),
         ({"inner": {"number": 1}, "perhaps": 7}, "perhaps=7: expected a mapping with number, share"),
-        ({"inner": {"number": 1}, "table": {"x": 1}}, "table={'x': 1}: expected `int`"),
+        ({"inner": {"number": 1}, "table": {"x": 1}}, "a key of table='x': expected a whole number"),
+        ({"inner": {"number": 1}, "table": {"1": "y"}}, "table.1='y': expected a number"),
+        ({"inner": {"number": 1}, "table": 1}, "table=1: expected a mapping from whole numbers to numbers"),
+        ({"inner": {"number": None}}, "inner.number=null: expected a whole number"),
+        ({"inner": {"number": 1}, "mode": "c"}, "mode='c': expected one of a, b"),
+        ({"inner": {"number": 1}, "texts": ["a", 1]}, "texts[1]=1: expected a text"),
+        ({"inner": {"number": 1}, "texts": "a"}, "texts='a': expected a list of texts"),
+        ({"inner": {"number": 1}, "lists": {1: [True]}}, "lists.1[0]=True: expected a whole number"),
+        ({"inner": {"number": 1}, "lists": 1}, "expected a mapping from whole numbers to lists of whole numbers"),
+        ({"inner": {"number": 1}, "maybe": "x"}, "maybe='x': expected true or false, or null"),
         ([1], "the file=[1]: expected a mapping with inner"),
     ],
 )

@@ -17,12 +17,38 @@ from unicron_lightning.errors import ConfigError
 
 Section = TypeVar("Section")
 
-_WORDS: typing.Final[Mapping[object, str]] = {
-    float: "a number",
-    int: "a whole number",
-    str: "a text",
-    bool: "true or false",
+_WORDS: typing.Final[Mapping[object, tuple[str, str]]] = {
+    float: ("a number", "numbers"),
+    int: ("a whole number", "whole numbers"),
+    str: ("a text", "texts"),
+    bool: ("true or false", "true or false"),
+    types.NoneType: ("null", "null"),
 }
+"""Of each type, for one value and for many."""
+_UNIONS: typing.Final = (types.UnionType, typing.Union)
+
+
+def in_words(hint: Any, *, many: bool = False) -> str:
+    """Describe the values of a type to users, e.g. ``a list of whole numbers, or null``."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in _UNIONS:
+        return ", or ".join(in_words(each, many=many) for each in arguments)
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin is list:
+        return f"{'lists' if many else 'a list'} of {in_words(arguments[0], many=True)}"
+    if origin is dict:
+        keys = "names" if arguments[0] is str else in_words(arguments[0], many=True)
+        return f"{'mappings' if many else 'a mapping'} from {keys} to {in_words(arguments[1], many=True)}"
+    if dataclasses.is_dataclass(hint):
+        return "mappings" if many else "a mapping"
+    one, several = _WORDS.get(hint, ("a value", "values"))
+    return several if many else one
+
+
+def wrong(hint: Any, value: object, where: str) -> str:
+    """Return the error of a value that is not of its type; ``where``: its key in full."""
+    return f"{where}={'null' if value is None else repr(value)}: expected {in_words(hint)}"
 
 
 def read_yaml(path: Path, overrides: Sequence[str], expected: str) -> dict[str, Any]:
@@ -74,7 +100,7 @@ def read_section(kind: type[Section], data: object, where: str) -> Section:
         needed = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
         if needed and name not in values:
             example = f", e.g. {each.metadata['example']}" if "example" in each.metadata else ""
-            raise ConfigError(f"{_join(where, name)} is missing: expected {_say(hints[name])}{example}")
+            raise ConfigError(f"{_join(where, name)} is missing: expected {in_words(hints[name])}{example}")
     try:
         return kind(**values)
     except ValueError as error:
@@ -82,33 +108,33 @@ def read_section(kind: type[Section], data: object, where: str) -> Section:
 
 
 def _convert(hint: Any, value: object, where: str) -> object:
+    """Convert a value; an error names the innermost wrong one."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union) and value is not None:
-        sections = [each for each in arguments if dataclasses.is_dataclass(each)]
-        if sections:
-            return read_section(typing.cast("type[object]", sections[0]), value, where)
+    if origin in _UNIONS and value is not None:
+        made = [each for each in arguments if dataclasses.is_dataclass(each) or typing.get_origin(each) in (dict, list)]
+        if made:
+            return _convert(made[0], value, where)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return read_section(hint, value, where)
-    if origin is dict and dataclasses.is_dataclass(arguments[1]):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}={value!r}: expected a mapping from names")
-        kind = typing.cast("type[object]", arguments[1])
+    if origin is list and isinstance(value, list):
+        return [_convert(arguments[0], item, f"{where}[{place}]") for place, item in enumerate(value)]
+    if origin is dict and isinstance(value, Mapping):
+        if dataclasses.is_dataclass(arguments[1]):
+            named = {str(name): {} if item is None else item for name, item in value.items()}
+            return {name: _convert(arguments[1], item, _join(where, name)) for name, item in named.items()}
         return {
-            str(name): read_section(kind, {} if item is None else item, _join(where, name))
+            _plain(arguments[0], name, f"a key of {where}"): _convert(arguments[1], item, _join(where, name))
             for name, item in value.items()
         }
+    return _plain(hint, value, where)
+
+
+def _plain(hint: Any, value: object, where: str) -> object:
     try:
         # Not strict, because in YAML 1.1 the number 1e15 is text.
         return msgspec.convert(value, hint, strict=False)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        raise ConfigError(f"{where}={value!r}: {text[0].lower()}{text[1:]}") from error
-
-
-def _say(hint: object) -> str:
-    if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is dict:
-        return "a mapping"
-    return _WORDS.get(hint, f"{hint}")
+    except msgspec.ValidationError:
+        raise ConfigError(wrong(hint, value, where)) from None
 
 
 def _join(where: str, key: object) -> str:

@@ -244,7 +244,7 @@ def test_the_configuration_can_be_shown(monkeypatch):
     ("override", "words"),
     [
         ("coordinator.prot=1", "coordinator.prot: unknown key; known are allow_injection, exit_when_idle, hook, "),
-        ("coordinator.port=many", "could not be converted to Integer"),
+        ("coordinator.port=many", "coordinator.port='many': expected a whole number"),
         ("coordinator.port=70000", "coordinator.port=70000: expected 0..65535"),
         ("detection.join_grace=-1", "detection.join_grace=-1.0: expected a number >= 0"),
         ("coordinator.token_file=/no/such/file", "token_file=/no/such/file: "),

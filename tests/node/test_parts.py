@@ -350,7 +350,7 @@ def test_activation_commands_run_before_torchrun_in_its_process(tmp_path: Path) 
     [
         ("command: [x]\nmax_node: 4\n", "weight=1", "max_node=4: unknown key, expected one of weight, min_nodes"),
         ("name: j\n", "weight=1", "command=[]: expected the script and its arguments"),
-        ("command: [x]\n", "weight=much", "weight='much': expected `float`"),
+        ("command: [x]\n", "weight=much", "weight='much': expected a number"),
         ("command: [x]\n", "weight=-1", "weight=-1.0: expected a number > 0"),
         ("command: [x]\n", "weight", "--set weight: expected key=value"),
         ("- x\n", "weight=1", "expected a mapping"),

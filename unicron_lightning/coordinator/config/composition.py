@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields, is_dataclass
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from unicron_lightning import environ
 from unicron_lightning.coordinator.config.schema import CoordinatorConfig
 from unicron_lightning.errors import ConfigError, UnicronError
+from unicron_lightning.sections import wrong
 
 
 def register_schema() -> None:
@@ -46,6 +47,8 @@ def explain(error: BaseException) -> str:
             if "subclass of TaskConfig" in str(cause):
                 # Hydra can't add a key of a dictionary of dataclasses by a value, only by a choice.
                 return f"tasks.{cause.full_key}: no such task; make it by +tasks@tasks.{cause.full_key}=task first"
+            if isinstance(cause, ValidationError) and str(cause.key) in known:
+                return wrong(get_type_hints(cause.object_type)[str(cause.key)], cause.value, cause.full_key)
             return f"{cause.full_key}: {str(cause.msg or cause).splitlines()[0]}"
         cause = cause.__cause__
     return str(error)
