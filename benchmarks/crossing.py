@@ -2,10 +2,11 @@
 
     python benchmarks/crossing.py [--minutes M] [--seed S] [--shrink] [--plant FAULT] [--case JSON]
 
-Each case runs in a world of two or three workers under real torchrun agents, in float64, with deaths at random places
-of hooks, forwards and backwards, and once in one process without any. Parameters, buffers, optimizers, schedulers,
-metrics and counters must agree. A case that fails is printed as a line for `KEPT` in `tests/cross/test_cross.py`.
-The exit status is 1 if any has failed.
+Each case runs in a world of two to four workers under real torchrun agents, with deaths at random places of hooks,
+forwards, backwards and of the product's functions, and once in one process without any. One case in four is of
+megatron-core, if that is installed: these run in a world of their own, as they patch torch. Parameters, buffers,
+optimizers, schedulers, metrics and counters must agree. A case that fails is printed as a line for `KEPT` in
+`tests/cross/test_cross.py`. The exit status is 1 if any has failed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 
@@ -30,6 +33,40 @@ from joins.running import Site, site
 
 AT_ONCE = 3
 """Cases that run beside each other."""
+MEGATRON = "unicron_megatron"
+
+
+class Places:
+    """Where cases run.
+
+    Args:
+        folder: for outputs.
+        stack: ends what is started.
+    """
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self._sites: dict[str, Site] = {}
+        self._lock = threading.Lock()
+
+    def of(self, case: Case) -> Site:
+        """Return the site of a case, which is started if it is the first one of its kind."""
+        modules = ("cross.megatron",) if case.script.strategy == MEGATRON else ()
+        name = "-".join(("site", *modules))
+        with self._lock:
+            if name not in self._sites:
+                self._sites[name] = self._stack.enter_context(site(self._folder / name, *modules))
+            return self._sites[name]
+
+    def run(self, name: str, case: Case) -> Verdict:
+        """Run a case."""
+        return run(self.of(case), name, case)
+
+
+def drawn(seed: int, planted: str) -> Case:
+    """Draw the case of a seed."""
+    megatron = not planted and find_spec("megatron.core") is not None and seed % 4 == 3
+    return replace(draw(seed, megatron=megatron), planted=planted)
 
 
 def kinds(verdict: Verdict) -> list[str]:
@@ -52,7 +89,7 @@ def report(verdict: Verdict) -> None:
     print(verdict.log, flush=True)
 
 
-def hunt(place: Site, first: int, minutes: float, *, shrinks: bool, planted: str) -> int:
+def hunt(places: Places, first: int, minutes: float, *, shrinks: bool, planted: str) -> int:
     """Run cases, some at a time, from a seed on; return the number that failed: one if a fault is planted."""
     limit, found, failed, seconds, cases = time.monotonic() + 60 * minutes, Counter[str](), 0, 0.0, 0
     seeds, lock = count(first), threading.Lock()
@@ -62,12 +99,12 @@ def hunt(place: Site, first: int, minutes: float, *, shrinks: bool, planted: str
         while time.monotonic() < limit and not (planted and failed):
             with lock:
                 seed = next(seeds)
-            verdict = run(place, f"seed{seed}", replace(draw(seed), planted=planted))
+            verdict = places.run(f"seed{seed}", drawn(seed, planted))
             with lock:
                 cases, seconds, failed = cases + 1, seconds + verdict.seconds, failed + bool(verdict.faults)
                 found.update(kinds(verdict))
             if verdict.faults:
-                smallest = shrink(place, verdict) if shrinks else verdict
+                smallest = shrink(places.of(verdict.case), verdict) if shrinks else verdict
                 with lock:
                     print(f"seed {seed}:", end=" ")
                     report(smallest)
@@ -89,13 +126,14 @@ def main() -> int:
     parser.add_argument("--plant", choices=sorted(FAULTS), default="", help="a former fault that the product has again")
     parser.add_argument("--case", help="run this one: a line of a former run")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="cross-") as folder, site(Path(folder)) as place:
+    with tempfile.TemporaryDirectory(prefix="cross-") as folder, ExitStack() as stack:
+        places = Places(Path(folder), stack)
         if arguments.case:
-            verdict = run(place, "case", Case.from_text(arguments.case))
+            verdict = places.run("case", Case.from_text(arguments.case))
             report(verdict)
             return int(bool(verdict.faults))
         return int(
-            hunt(place, arguments.seed, arguments.minutes, shrinks=arguments.shrink, planted=arguments.plant) > 0
+            hunt(places, arguments.seed, arguments.minutes, shrinks=arguments.shrink, planted=arguments.plant) > 0
         )
 
 

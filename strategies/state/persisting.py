@@ -200,6 +200,7 @@ class Persisting:
         if self._writer is not None:
             self._writer.close(WRITE_SECONDS if whole else _BROKEN_OFF_SECONDS)
             self._writer = None
+            self._sweep(all_ranks=True)  # the first rank may have died since the last step
         for left in (self._saved, self._replaced, self._due):
             left.clear()
 
@@ -271,7 +272,7 @@ class Persisting:
                 logger.warning("checkpoint_left path=%s error=%s", saved.path, problem)
         self._sweep()
 
-    def _sweep(self) -> None:
+    def _sweep(self, *, all_ranks: bool = False) -> None:
         """Remove what is due, as the first rank; others keep it in mind until it is gone, as they may become that."""
         strategy, control = self._strategy, self._strategy.engine.control
         if control is not None and control.is_ending:
@@ -282,10 +283,12 @@ class Persisting:
             due = list(self._due)
         for path in due:
             try:
-                if strategy.is_global_zero:
-                    strategy.remove_checkpoint(path)
+                if strategy.is_global_zero or all_ranks:
+                    strategy.checkpoint_io.remove_checkpoint(path)
                 elif "://" not in path and Path(path).exists():
                     continue
+            except FileNotFoundError:
+                pass  # another rank has removed it
             except OSError as problem:
                 logger.warning("checkpoint_left path=%s error=%s", path, problem)
             with self._lock:

@@ -1,6 +1,7 @@
-"""A process that has imported everything, and forks agents and workers: ``prepared.py PARENT-PID SOCKET``.
+"""A process that has imported everything, and forks agents and workers: ``prepared.py PARENT-PID SOCKET [MODULE]...``.
 
 A stub's first word is ``agent``, for torchrun, or a module of the tests with a function ``main(FOLDER, NAME)``.
+MODULEs are imported, too.
 
 The imports of an agent and a worker take seconds of a core, a scenario a tenth of one. A process that is needed is
 therefore started as a `stub`, which connects here and gets a forked process for itself: with its environment, folder
@@ -127,6 +128,8 @@ def main() -> None:
         sys.exit(1)
     torch.set_num_threads(1)
     scenarios()
+    for module in sys.argv[3:]:
+        importlib.import_module(module)
     gc.freeze()
     kind, *words = ForkServer(Path(sys.argv[2])).serve()
     sys.argv[1:] = words

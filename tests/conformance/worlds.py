@@ -67,14 +67,14 @@ class Site:
 
 
 @contextmanager
-def prepared(out: Path) -> Iterator[Path]:
-    """Start the process that forks others; yield its socket."""
+def prepared(out: Path, *modules: str) -> Iterator[Path]:
+    """Start the process that forks others, in which modules are imported; yield its socket."""
     with ExitStack() as stack:
         short = Path(tempfile.mkdtemp(prefix="prepared-"))  # UNIX sockets have short paths
         stack.callback(shutil.rmtree, short, ignore_errors=True)
         started = Processes(out / "prepared", ENVIRONMENT)
         stack.callback(started.stop, 0.0)
-        started.start("prepared", [sys.executable, HERE / "prepared.py", str(os.getpid()), short / "socket"])
+        started.start("prepared", [sys.executable, HERE / "prepared.py", str(os.getpid()), short / "socket", *modules])
         until(f"the prepared process; its log is in {started.folder}", (short / "socket").exists)
         yield short / "socket"
 

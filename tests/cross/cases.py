@@ -83,8 +83,9 @@ class Script:
     """What is trained, and how.
 
     Attributes:
-        strategy: ``unicron``, or ``unicron_fsdp``.
+        strategy: ``unicron``, ``unicron_fsdp`` or ``unicron_megatron``, whose replicas are pipelines.
         shard_size: workers of a replica.
+        zero: whether the optimizer's state is divided among replicas (Megatron's distributed optimizer).
         workers: of the world.
         optimizer: ``sgd``, ``adam``, ``adamw``, or ``manual``: two, of which one steps in every other batch.
         groups: parameter groups.
@@ -107,6 +108,7 @@ class Script:
 
     strategy: str = "unicron"
     shard_size: int = 1
+    zero: bool = False
     workers: int = 2
     optimizer: str = "sgd"
     groups: int = 1
@@ -129,6 +131,11 @@ class Script:
     saves: str = ""
     resumes: bool = False
     epochs: int = 2
+
+    @property
+    def double(self) -> bool:
+        """Whether the model is in float64; Megatron's distributed optimizer and its clipping take float32 only."""
+        return self.strategy != "unicron_megatron" or not (self.zero or self.clip)
 
     def made_plain(self) -> Script:
         """Return a script that Lightning alone runs alike in one process.
@@ -196,11 +203,11 @@ def _changed(part: Any) -> dict[str, Any]:
     return {key: value for key, value in asdict(part).items() if value != getattr(default, key)}
 
 
-def draw(seed: int) -> Case:
-    """Draw a case."""
+def draw(seed: int, *, megatron: bool = False) -> Case:
+    """Draw a case, of megatron-core if wanted."""
     chance = random.Random(seed)
-    plain = chance.random() < 0.4
-    script = _script(chance)
+    plain = not megatron and chance.random() < 0.4
+    script = _megatron(chance) if megatron else _script(chance)
     script = script.made_plain() if plain else script
     strikes = [_strike(chance, script, later=place > 0) for place in range(chance.choice((1, 1, 2, 2, 3)))]
     if script.shard_size > 1 and len(strikes) > 1 and chance.random() < 0.6:  # partners that are left meet in one step
@@ -264,6 +271,31 @@ def _script(chance: random.Random) -> Script:
     )
     whole = made.data == "map" and made.samples == 24 and not sharded  # a batch of one sample has no variance
     return made if whole else replace(made, norm=False)
+
+
+def _megatron(chance: random.Random) -> Script:
+    shard_size = chance.choice((1, 1, 2))
+    optimizer = chance.choice(("sgd", "adam", "adamw"))
+    zero = optimizer != "sgd" and chance.random() < 0.4
+    return Script(
+        strategy="unicron_megatron",
+        shard_size=shard_size,
+        zero=zero,
+        workers=4 if shard_size == 2 else chance.choice((2, 2, 3)),
+        optimizer=optimizer,
+        schedule=chance.choice(("", "step", "epoch")),
+        dropout=shard_size == 1 and chance.random() < 0.2,
+        tied=chance.random() < 0.3,
+        clip=chance.choice((0.0, 0.0, 0.5)),
+        accumulation=chance.choice((1, 1, 2)),
+        data=chance.choice(("map", "map", "stream", "both")),
+        samples=chance.choice((24, 23, 29)),
+        hooks=tuple(each for each in ("half_rates", "rate_at_start", "counting", "stop") if chance.random() < 0.2),
+        validation=chance.choice(("", "epoch", "second", "steps")),
+        saves=chance.choice(("", "model", "model", "folder", "memory", "memory")),
+        resumes=chance.random() < 0.15,
+        epochs=chance.choice((2, 3)),
+    )
 
 
 def _strike(chance: random.Random, script: Script, *, later: bool) -> Strike:

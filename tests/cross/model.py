@@ -74,10 +74,10 @@ class Net(pl.LightningModule):
             self.strikes.at("forward", self.trainer)
         loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        self.log("used", self.checksum(batch), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log("used", checksum(batch), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
         if self.strikes is not None and loss.requires_grad:
-            loss = _Backward.apply(loss, self)
-        if self.script.scaler and max(float(part[0].max()) for part in _parts(batch)) > LARGE:
+            loss = Backward.apply(loss, self)
+        if self.script.scaler and max(float(part[0].max()) for part in parts(batch)) > LARGE:
             loss = loss * torch.inf
         if self.plain:
             loss = loss * self.weight(batch_idx)
@@ -101,12 +101,8 @@ class Net(pl.LightningModule):
         present = min(whole, int(batches) - batch_idx // whole * whole)
         return -(-present // devices) * devices / present
 
-    def checksum(self, batch: Any) -> torch.Tensor:
-        """Return a number whose sum over an epoch depends on which samples were used, and how often."""
-        return torch.stack([(part[0] * 2**20).round().remainder(1009).pow(2).sum() for part in _parts(batch)]).sum()
-
     def loss(self, batch: Any) -> torch.Tensor:
-        x = torch.cat([part[0] for part in _parts(batch)])
+        x = torch.cat([part[0] for part in parts(batch)])
         found = self.core(x)
         if self.script.buffer and self.training:
             self.offset = 0.9 * self.offset + 0.01 * x.mean()
@@ -144,15 +140,21 @@ class Net(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": script.schedule}}
 
 
-def _parts(batch: Any) -> list[Any]:
+def checksum(batch: Any) -> torch.Tensor:
+    """Return a number whose sum over an epoch depends on which samples were used, and how often."""
+    return torch.stack([(part[0] * 2**20).round().remainder(1009).pow(2).sum() for part in parts(batch)]).sum()
+
+
+def parts(batch: Any) -> list[Any]:
+    """Return what each loader has given to a batch."""
     return list(batch.values()) if isinstance(batch, dict) else [batch]
 
 
-class _Backward(torch.autograd.Function):
+class Backward(torch.autograd.Function):
     """Passes a loss on, and strikes in its backward."""
 
     @staticmethod
-    def forward(context: Any, loss: torch.Tensor, module: Net) -> torch.Tensor:
+    def forward(context: Any, loss: torch.Tensor, module: pl.LightningModule) -> torch.Tensor:
         context.module = module
         return loss.clone()
 
@@ -226,11 +228,13 @@ def data(script: Script, *, plain: bool) -> Any:
     dataset = TensorDataset(samples(number, 2 if script.data == "stream" else 1))
     if plain:
         return DataLoader(dataset, batch_sampler=OneDevice(script, number, 3))  # type: ignore[arg-type]
+    whole = script.strategy == "unicron_megatron"  # micro-batches of one size
     match script.data:
         case "stream":
-            return DataLoader(Stream(number), batch_size=2)
+            return DataLoader(Stream(number), batch_size=2, drop_last=whole)
         case "both":
-            return {"a": DataLoader(dataset, batch_size=2, shuffle=True), "b": DataLoader(Stream(10), batch_size=1)}
+            other = DataLoader(Stream(10), batch_size=2 if whole else 1, drop_last=whole)
+            return {"a": DataLoader(dataset, batch_size=2, shuffle=True, drop_last=whole), "b": other}
         case "budget":
             return DataLoader(dataset, batch_sampler=Budget(number))  # type: ignore[arg-type]
-    return DataLoader(dataset, batch_size=2, shuffle=True)
+    return DataLoader(dataset, batch_size=2, shuffle=True, drop_last=whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,10 +30,22 @@ KEPT = {
         "strikes": [{"step": 7, "rank": -1}]}""",
     "joined_before_the_first_validation": """{"script": {"validation": "second", "saves": "model"},
         "strikes": [{"step": 7, "rank": 0}]}""",
+    "dies_before_the_last_versions_are_complete": """{"script": {"saves": "folder"},
+        "strikes": [{"step": 1, "point": "on_train_end", "rank": 0}]}""",
     "weights_changed_after_a_validation": """{"script": {"strategy": "unicron_fsdp", "hooks": ["scaled_weights"],
         "validation": "epoch"}, "strikes": [{"step": 8}], "plain": true}""",
 }
 """Cases near faults that there were, by what failed."""
+MEGATRON = {
+    "pipelines": """{"script": {"strategy": "unicron_megatron", "shard_size": 2, "workers": 4, "tied": true,
+        "schedule": "epoch", "validation": "epoch", "samples": 29, "accumulation": 2},
+        "strikes": [{"point": "forward"}]}""",
+    "divided_optimizer": """{"script": {"strategy": "unicron_megatron", "zero": true, "optimizer": "adamw", "clip": 0.5,
+        "data": "both", "saves": "memory"}, "strikes": [{"point": "forward"}, {"step": 6, "rank": -1}]}""",
+    "resumed_momentum": """{"script": {"strategy": "unicron_megatron", "saves": "model", "resumes": true,
+        "hooks": ["half_rates", "rate_at_start", "counting"]}, "strikes": [{"step": 8, "rank": -1}]}""",
+}
+"""Cases of megatron-core."""
 PLANTED = {
     "start_hooks_repeated": """{"script": {"hooks": ["half_rates"]}, "strikes": [{}]}""",
     "optimizer_state_lost": """{"script": {"strategy": "unicron_fsdp", "optimizer": "adam", "saves": "model"},
@@ -70,6 +83,18 @@ def test_kept_cases(name: str, place: Site) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(150)
+def test_megatron_cases(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core.package_info")
+    with site(tmp_path, "cross.megatron") as own, ThreadPoolExecutor(2) as pool:
+        verdicts = list(pool.map(lambda name: run(own, name, Case.from_text(MEGATRON[name])), MEGATRON))
+    assert [verdict.faults for verdict in verdicts] == [()] * len(MEGATRON), [
+        each.log for each in verdicts if each.faults
+    ]
+    assert all(verdict.died >= 1 for verdict in verdicts)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(150)
 def test_the_coordinator_starts_again(tmp_path: Path) -> None:
     text = """{"script": {"hooks": ["counting"], "validation": "epoch"}, "strikes": [{"step": 6}],
         "orders": [{"kind": "coordinator"}]}"""
@@ -88,8 +113,9 @@ def test_a_planted_fault_is_found(fault: str, place: Site) -> None:
 
 
 def test_a_case_is_drawn_by_its_seed_and_fits_in_a_line() -> None:
-    cases = [draw(seed) for seed in range(200)]
-    assert cases == [draw(seed) for seed in range(200)] == [Case.from_text(case.text()) for case in cases]
+    cases = [draw(seed, megatron=seed % 2 > 0) for seed in range(200)]
+    assert cases == [Case.from_text(case.text()) for case in cases]
+    assert cases == [draw(seed, megatron=seed % 2 > 0) for seed in range(200)]
     assert len({case.script.data for case in cases}) == 4 and len({case.script.saves for case in cases}) == 4
 
 

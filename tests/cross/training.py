@@ -68,6 +68,16 @@ class Stop(pl.Callback):
             trainer.should_stop = True
 
 
+class Old(pl.Callback):
+    """Saves a checkpoint at the end of a fit."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        trainer.save_checkpoint(self._folder / OLD)
+
+
 def callbacks_of(script: Script, folder: Path, *, plain: bool) -> list[pl.Callback]:
     made: dict[str, Any] = {
         "half_rates": HalfRates,
@@ -98,6 +108,10 @@ def callbacks_of(script: Script, folder: Path, *, plain: bool) -> list[pl.Callba
 def _strategy(script: Script, *, plain: bool, alone: bool) -> Any:
     if plain:
         return "auto"
+    if script.strategy == "unicron_megatron":
+        from cross.megatron import strategy_of  # patches torch
+
+        return strategy_of(script, alone=alone)
     return (
         UnicronFSDPStrategy(shard_size=1 if alone else script.shard_size)
         if script.strategy == "unicron_fsdp"
@@ -115,17 +129,18 @@ def trainer_of(script: Script, folder: Path, strikes: Strikes | None, *, plain: 
     if script.accumulation == 0:
         validating["steps"] = {}
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)  # type: ignore[attr-defined]
+    megatron = script.strategy == "unicron_megatron"
     mixed = [MixedPrecision("16-mixed", "cpu", scaler)]
     return pl.Trainer(
         strategy=_strategy(script, plain=plain, alone=strikes is None),
         accelerator="cpu",
         devices=1,
-        num_nodes=1 if plain else script.workers,
-        precision=None if script.scaler else "64-true",
+        num_nodes=1 if plain else script.workers // (script.shard_size if megatron and strikes is None else 1),
+        precision=None if script.scaler or megatron else "64-true",
         plugins=mixed if script.scaler else None,  # type: ignore[arg-type]
         max_epochs=script.epochs,
         accumulate_grad_batches=max(1, script.accumulation) * (script.workers if plain and script.accumulation else 1),
-        gradient_clip_val=script.clip or None,
+        gradient_clip_val=None if megatron else script.clip or None,
         callbacks=[*callbacks_of(script, folder, plain=plain), *own],
         logger=CSVLogger(folder, "logs", version=0),
         log_every_n_steps=1,
@@ -144,14 +159,23 @@ def _prepare() -> None:
     pl.seed_everything(3, verbose=False)
 
 
+def module_of(script: Script, strikes: Strikes | None, *, plain: bool) -> pl.LightningModule:
+    """Return the model of a script."""
+    if script.strategy != "unicron_megatron":
+        return Net(script, strikes, plain=plain).double()
+    from cross.megatron import Stage  # patches torch
+
+    return Stage(script, strikes)
+
+
 def save_old(case: Case, folder: Path) -> None:
     """Save the checkpoint of another run: of one epoch, without deaths."""
     _prepare()
-    module = Net(case.script, None, plain=case.plain).double()
+    module = module_of(case.script, None, plain=case.plain)
     trainer = trainer_of(case.script, folder / "former", None, plain=case.plain)
     trainer.fit_loop.max_epochs = 1
+    trainer.callbacks.append(Old(folder))  # type: ignore[attr-defined]
     trainer.fit(module, data(case.script, plain=case.plain), _validation(case.script))
-    trainer.save_checkpoint(folder / OLD)
 
 
 def _validation(script: Script) -> Any:
@@ -163,7 +187,7 @@ def train(case: Case, folder: Path, *, alone: bool) -> dict[str, Any]:
     _prepare()
     script, plain = case.script, case.plain and alone
     strikes = None if alone else Strikes(case, folder)
-    module, trainer, fits = Net(script, strikes, plain=plain).double(), None, []
+    module, trainer, fits = module_of(script, strikes, plain=plain), None, []
     for number in range(1, script.fits + 1):
         if strikes is not None:
             strikes.fit = number
@@ -179,16 +203,26 @@ def train(case: Case, folder: Path, *, alone: bool) -> dict[str, Any]:
     if strikes is not None:
         strikes.end()
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    sharded = getattr(trainer.strategy, "_sharded", None)
     return {
-        "spare": sharded is not None and sharded.is_spare,
+        **_tensors(trainer, module),
         "fits": fits,
-        "module": {name: _plain(value) for name, value in module.state_dict().items()},
-        "optimizers": [_state(optimizer) for optimizer in trainer.optimizers],
         "schedulers": [_numbers(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
         "counted": [each.started for each in trainer.callbacks if isinstance(each, Counted)],  # type: ignore[attr-defined]
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items() if name != "loss_step"},
         "scaler": None if scaler is None else _numbers(scaler.state_dict()),
+    }
+
+
+def _tensors(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
+    if module.script.strategy == "unicron_megatron":
+        from cross.megatron import state  # patches torch
+
+        return state(trainer, module)
+    sharded = getattr(trainer.strategy, "_sharded", None)
+    return {
+        "spare": sharded is not None and sharded.is_spare,
+        "module": {name: _plain(value) for name, value in module.state_dict().items()},
+        "optimizers": [_state(optimizer) for optimizer in trainer.optimizers],
     }
 
 

@@ -159,12 +159,12 @@ class Site:
 
 
 @contextmanager
-def site(out: Path) -> Iterator[Site]:
-    """Start a coordinator and the prepared process."""
+def site(out: Path, *modules: str) -> Iterator[Site]:
+    """Start a coordinator, and the prepared process with modules that workers use."""
     with ExitStack() as stack:
         cluster = LocalCluster(nodes=[], coordinator=[], folder=out / "coordinator", stop_seconds=0.0)
         stack.enter_context(cluster)
-        yield Site(out, stack.enter_context(prepared(out)), cluster)
+        yield Site(out, stack.enter_context(prepared(out, *modules)), cluster)
 
 
 def results(folder: Path) -> list[dict[str, Any]]:

@@ -26,6 +26,13 @@ ForwardStep = Callable[[int], tuple[Tensor, Callable[[Tensor], Tensor]]]
 """Forward of a micro-batch on this stage: its output, and a function from that to the loss on the last stage."""
 
 
+def _init_momentum(optimizer: torch.optim.Optimizer, _: OptimizerConfig | None = None) -> None:
+    """Initialize the state of a fresh SGD, for which megatron-core has no such function."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
+
+
 class ShardModel:
     """One worker's part of the model, built in the declared world (`world.build_world`).
 
@@ -60,6 +67,8 @@ class ShardModel:
         self.config: Any = get_model_config(module)
         self.ddp: Any = DistributedDataParallel(self.config, ddp_config, module)
         self.optimizer: Any = get_megatron_optimizer(optimizer_config, [self.ddp], use_gloo_process_groups=False)
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            part.init_state_fn = part.init_state_fn or _init_momentum
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = None  # finalization is called separately, after the gate
         self.config.no_sync_func = None
