@@ -103,7 +103,7 @@ class Pretraining(pl.LightningModule):
                 init_lr=0.0,
                 max_lr=1e-3,
                 min_lr=1e-5,
-                lr_warmup_steps=2 * self.samples,
+                lr_warmup_steps=min(2, self.options.steps - 1) * self.samples,  # fewer than all steps
                 lr_decay_steps=self.options.steps * self.samples,
                 lr_decay_style="cosine",
                 start_wd=0.01,

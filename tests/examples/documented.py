@@ -131,6 +131,11 @@ ALONE: Final = {
     "torchrun --nnodes 3:4": Run(
         folder="checkout", replace=(PORT, ("3:4", "2:4")), add="--steps 2", says="max_steps=2", at_once=2
     ),
+    "unicron run examples/porting/pretrain_gpt.py --workers 2 -- --devices 2 --steps 20": Run(
+        folder="checkout",
+        replace=(("unicron run", "python"), ("--workers 2 -- --devices 2 --steps 20", "--steps 2")),
+        says="after 2 steps",
+    ),
     "unicron run examples/porting/pretrain_gpt.py": Run(
         parsed=True, replace=(("unicron run", "python"), ("--workers 2 -- ", ""))
     ),
