@@ -83,19 +83,20 @@ def test_a_version_that_is_complete_after_the_errors_of_all_workers_is_resumed(t
     assert {path.read_text() for path in tmp_path.glob("first-*")} == {"6"}
 
 
-@pytest.mark.chaos  # once in nine runs the command did not end within 60 s: the cause is not known
-def test_ctrl_c_names_the_saved_state_in_the_terminal_and_in_jobs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.chaos)])
+def test_ctrl_c_names_the_saved_state_in_the_terminal_and_in_jobs(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     own = {"UNICRON_ENDPOINT": f"127.0.0.1:{free_port()}", "UNICRON_STATE_DIR": str(tmp_path / "state")}
     common = {"cwd": tmp_path, "env": {**os.environ, **own}, "text": True}
-    program = ["-c", "from unicron_lightning.cli import main; main()"]
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # shells ignore it in background
+    program = ["-c", f"{heard}; from unicron_lightning.cli import main; main()"]
     command = [sys.executable, *program, "run", "train.py", "--workers", "1"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **common)
     assert run.stdout is not None
     printed = next(line for line in run.stdout if "step 3 begins" in line)
-    run.send_signal(signal.SIGINT)
+    run.send_signal(number)
     printed += run.communicate(timeout=60)[0]
-    assert run.returncode == 130
+    assert run.returncode == 128 + number
     (path,) = tmp_path.glob("checkpoints/last-pause-step=*.ckpt")
     saved = f" is saved in {path}; to resume"
     assert saved in printed

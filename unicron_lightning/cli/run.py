@@ -54,6 +54,7 @@ def divided(given: list[str]) -> tuple[list[str], list[str]]:
 
 def _run(options: argparse.Namespace) -> int:
     from unicron_lightning.local_cluster.cluster import LocalCluster
+    from unicron_lightning.local_cluster.processes import sigterm_raises
 
     script = Path(options.script)
     if not script.is_file():
@@ -75,6 +76,12 @@ def _run(options: argparse.Namespace) -> int:
         raise
     workers = "1 worker" if options.workers == 1 else f"{options.workers} workers"
     print(f"unicron: {workers} of task {cluster.task}, endpoint {cluster.endpoint}", file=sys.stderr)
+    with sigterm_raises():
+        return _train(cluster, options.logs)
+
+
+def _train(cluster: LocalCluster, logs: str | None) -> int:
+    """Run the cluster to its end; return the exit status of this command."""
     succeeded = False
     outputs: list[_Output] = []
     try:
@@ -88,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
         cluster.close(keep=not succeeded)
         for output in outputs:  # also what the nodes have printed while they ended, such as where the state is saved
             output.close()
-        if not succeeded and options.logs:  # the cluster logs a folder of its own
+        if not succeeded and logs:  # the cluster logs a folder of its own
             print(f"unicron: the nodes' outputs are in {visible(str(cluster.folder))}", file=sys.stderr)
 
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-import signal
-import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +14,7 @@ import msgspec
 from unicron_lightning.cli.client import Access, fetch, quoted
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 from unicron_lightning.jobs import Job
+from unicron_lightning.local_cluster.processes import sigterm_raises
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +64,7 @@ class Sweep:
             UnicronError: it refuses a job.
         """
         try:
-            with _sigterm_raises():
+            with sigterm_raises():
                 self._submit_and_wait(jobs)
         except BaseException:
             self._cancel()
@@ -136,16 +133,3 @@ def asking(endpoint: str, access: Access) -> Callable[..., Any]:
         return fetch(endpoint, path, access, **options)
 
     return ask
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Make SIGTERM, as of a batch system, end this process like Ctrl-C: by an exception, so that it cleans up."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

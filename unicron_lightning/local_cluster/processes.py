@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -77,6 +78,19 @@ def lives(pid: int) -> bool:
 def tied(module: str, *words: str) -> list[str]:
     """Return the command that runs a module in a process that ends with the present thread, by whatever cause."""
     return [sys.executable, "-m", "unicron_lightning.parent_death", str(os.getpid()), module, *words]
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Make SIGTERM, as of a batch system, end this process like Ctrl-C: by an exception, so that it cleans up."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Processes:
