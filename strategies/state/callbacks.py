@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.tuner.lr_finder import _determine_lr_attr_name, _LRCallback
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_setattr
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from unicron_lightning.worker.checkpoint_files import located
 
@@ -34,10 +35,19 @@ _BEYOND: Final[Mapping[type, Sequence[str]]] = {
     ),
     BaseFinetuning: ("_restarting",),
     BackboneFinetuning: ("previous_backbone_lr",),
-    StochasticWeightAveraging: ("n_averaged", "_init_n_averaged", "_scheduler_state", "_initialized"),
+    StochasticWeightAveraging: (
+        "n_averaged",
+        "_init_n_averaged",
+        "_scheduler_state",
+        "_initialized",
+        "_max_epochs",
+        "_swa_lrs",
+    ),
     WeightAveraging: ("_latest_update_epoch",),
 }
 """Attributes of callbacks that are plain data."""
+_AVERAGED: Final = -1
+"""In the place of a number of schedules."""
 
 
 def state(trainer: pl.Trainer) -> dict[str, Any]:
@@ -46,7 +56,7 @@ def state(trainer: pl.Trainer) -> dict[str, Any]:
         [{name: vars(each)[name] for name in names} for each in _of(trainer, kind)] for kind, names in _BEYOND.items()
     ]
     rates = [lightning_getattr(trainer.lightning_module, name) for name in _rates(trainer)]
-    return {"beyond": beyond, "rates": rates}
+    return {"beyond": beyond, "rates": rates, "schedules": _schedules(trainer)}
 
 
 def restore(trainer: pl.Trainer, known: Mapping[str, Sequence[Any]]) -> None:
@@ -83,22 +93,60 @@ def note_saved(trainer: pl.Trainer, path: str, known: Sequence[str]) -> None:
                     saver._remove_checkpoint(trainer, each)
 
 
+def _schedules(trainer: pl.Trainer) -> int:
+    """Return the number of the trainer's schedules; `_AVERAGED` if it is the one of `StochasticWeightAveraging`."""
+    configs = trainer.lr_scheduler_configs
+    made = [averaging._swa_scheduler for averaging in _of(trainer, StochasticWeightAveraging)]
+    replaced = any(config.scheduler is scheduler for config in configs for scheduler in made)
+    return _AVERAGED if replaced else len(configs)
+
+
 def _best(saver: ModelCheckpoint) -> Sequence[str]:
     return saver.best_model_path, *saver.best_k_models
 
 
-def catch_up(trainer: pl.Trainer, known: Mapping[str, Sequence[Any]]) -> None:
-    """Have `StochasticWeightAveraging` make the scheduler that the members' has made in an epoch before this one."""
+def forget_schedules(trainer: pl.Trainer, known: Mapping[str, Any]) -> list[LRSchedulerConfig]:
+    """Take the script's own schedules from a trainer if the members' are not these: they must not get their states.
+
+    Returns:
+        Them.
+    """
+    own = list(trainer.lr_scheduler_configs)
+    if known.get("schedules", len(own)) != len(own):
+        trainer.lr_scheduler_configs.clear()
+    return own
+
+
+def catch_up(trainer: pl.Trainer, known: Mapping[str, Any], own: Sequence[LRSchedulerConfig]) -> None:
+    """Give `StochasticWeightAveraging` a scheduler if the members' has one, and the trainer the same schedules.
+
+    The callback makes its scheduler in the first epoch in which it averages, and the trainer then has it in the place
+    of the script's own. It keeps it in a further fit, and the trainer has the script's again. From a checkpoint of
+    within a data epoch it makes one in the next.
+
+    Args:
+        trainer: after the hooks of a run's start.
+        known: see `state`.
+        own: the script's schedules.
+    """
+    made = _of(trainer, StochasticWeightAveraging)
     members = dict(zip(_BEYOND, known.get("beyond", ()), strict=False)).get(StochasticWeightAveraging, ())
-    for averaging, member in zip(_of(trainer, StochasticWeightAveraging), members, strict=False):
-        if member["_initialized"] and not averaging._initialized:
+    for averaging, member in zip(made, members, strict=False):
+        if not member["_initialized"]:
+            averaging._swa_scheduler = None
+        elif averaging._swa_scheduler is None:
+            averaging._initialized = False
             told: Any = SimpleNamespace(
                 current_epoch=averaging.swa_end,  # the last one in which it makes one
                 max_epochs=trainer.max_epochs,
                 optimizers=trainer.optimizers,
-                lr_scheduler_configs=trainer.lr_scheduler_configs,
+                lr_scheduler_configs=[],
             )
             averaging.on_train_epoch_start(told, trainer.lightning_module)
+    if "schedules" in known:
+        averaged = [LRSchedulerConfig(each._swa_scheduler) for each in made if each._swa_scheduler is not None]
+        number = known["schedules"]
+        trainer.lr_scheduler_configs[:] = averaged if number == _AVERAGED else own[:number]
 
 
 def searches(trainer: pl.Trainer) -> bool:

@@ -150,7 +150,7 @@ def beside(trainer: pl.Trainer, checkpoint: dict[str, Any], layout: SumsLayout, 
         "layers": layers,
         "validates": epoch_loop.val_loop._combined_loader is not None,
         "versions": versions(trainer.loggers),
-        "settings": [{name: getattr(owner, name) for name in names} for owner, names in _settings(trainer)],
+        "settings": _settings_of(trainer),
         "layout": layout.state(),
         "random": random_states(),
         "seed": seed,
@@ -171,7 +171,7 @@ def fit_results(trainer: pl.Trainer) -> bytes | None:
         callbacks.state(trainer),
     ]
     try:
-        return codec.encode({**results, "counters": counters(trainer.fit_loop)})
+        return codec.encode({**results, "counters": counters(trainer.fit_loop), "settings": _settings_of(trainer)})
     except codec.NotPlainData as error:
         logger.warning("fit_results_not_recorded error=%s", error)
         return None
@@ -187,6 +187,7 @@ def take_fit_results(trainer: pl.Trainer, results: dict[str, Any]) -> None:
     set_layers(trainer.lightning_module, layers)
     callbacks.restore(trainer, known)
     set_counters(trainer.fit_loop, results["counters"])
+    _set_settings(trainer, results.get("settings", ()))
 
 
 def note_epoch(trainer: pl.Trainer) -> None:
@@ -261,6 +262,7 @@ def receive(trainer: pl.Trainer, state: dict[str, Any]) -> dict[str, Any]:
     whole = trainer.strategy.parallelism.whole  # type: ignore[attr-defined]
     parts: dict[str, Any] = {} if whole else {"state_dict": {}, "optimizer_states": [{} for _ in trainer.optimizers]}
     kept = copy.deepcopy({**state, "checkpoint": {**state["checkpoint"], **parts}})
+    kept["schedules"] = callbacks.forget_schedules(trainer, state.get("callbacks", {}))
     _restore(trainer, state)
     for optimizer in trainer.optimizers:
         optimizer.add_param_group = partial(_add_group_once, optimizer)  # type: ignore[method-assign]
@@ -358,7 +360,7 @@ def restore_again(trainer: pl.Trainer, state: dict[str, Any], layout: SumsLayout
     """Restore all of a state of `receive` but the counters, after the hooks that may have changed it."""
     for optimizer in trainer.optimizers:
         vars(optimizer).pop("add_param_group", None)
-    callbacks.catch_up(trainer, state.get("callbacks", {}))
+    callbacks.catch_up(trainer, state.get("callbacks", {}), state["schedules"])
     _restore(trainer, state)
     if "results" in state:
         _restore_results(trainer, state, device)
@@ -370,10 +372,7 @@ def restore_again(trainer: pl.Trainer, state: dict[str, Any], layout: SumsLayout
     if not is_at_boundary(state):
         callbacks.note_saved(trainer, state["path"], state.get("kept", ()))
     set_layers(trainer.lightning_module, state.get("layers", {}))
-    for (owner, _), values in zip(_settings(trainer), state.get("settings", ()), strict=False):
-        for name, value in values.items():
-            now = getattr(owner, name)
-            setattr(owner, name, type(now)(value) if isinstance(now, Enum) and value is not None else value)
+    _set_settings(trainer, state.get("settings", ()))
     if "layout" in state:
         layout.load_state(state["layout"])
         restore_random_states(state["random"])
@@ -387,6 +386,18 @@ def _settings(trainer: pl.Trainer) -> list[tuple[Any, Sequence[str]]]:
         (fit_loop, ("min_epochs", "max_epochs")),
         (fit_loop.epoch_loop, ("min_steps", "max_steps")),
     ]
+
+
+def _settings_of(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    return [{name: getattr(owner, name) for name in names} for owner, names in _settings(trainer)]
+
+
+def _set_settings(trainer: pl.Trainer, known: Sequence[dict[str, Any]]) -> None:
+    """Set what `_settings_of` gave on a member."""
+    for (owner, _), values in zip(_settings(trainer), known, strict=False):
+        for name, value in values.items():
+            now = getattr(owner, name)
+            setattr(owner, name, type(now)(value) if isinstance(now, Enum) and value is not None else value)
 
 
 def counters(fit_loop: _FitLoop) -> dict[str, Any]:

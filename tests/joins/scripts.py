@@ -277,6 +277,25 @@ def averaging() -> pl.Callback:
     return StochasticWeightAveraging(0.03, swa_epoch_start=1, annealing_epochs=2)
 
 
+class Lambda(Net):
+    """Has a schedule that takes no state of another kind."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
+
+
+def averaged_again(folder: Path) -> list[Run]:
+    """Two fits that average. The second one resumes within a data epoch: Lightning has no schedule until the next."""
+    module, given = Lambda(), {"train_dataloaders": data()}
+    saver = ModelCheckpoint(folder / "saved", "{step}", every_n_train_steps=9, save_top_k=-1)
+    first = Run(
+        module=module, data=given, callbacks=[averaging(), saver], trainer={"enable_checkpointing": True}, epochs=2
+    )
+    resumed = {**given, "ckpt_path": folder / "saved" / "step=9.ckpt", "weights_only": True}
+    return [first, Run(module=module, data=resumed, callbacks=[averaging()], epochs=4)]
+
+
 def sharded() -> UnicronFSDPStrategy:
     """Return a strategy whose replicas have one worker each."""
     return UnicronFSDPStrategy(shard_size=1)
@@ -337,6 +356,10 @@ SCRIPTS = {
     "manual": Script(runs=hooked(ScaledWeights, RateAtStart, net=Manual), kill=(1, 10, 1)),
     "swa": Script(runs=hooked(averaging), kill=(1, 8, 1)),
     "swa_norms": Script(runs=hooked(averaging), kill=(1, 18, 1)),
+    "swa_lambda": Script(runs=hooked(averaging, net=Lambda), kill=(1, 8, 0)),
+    "swa_lambda_later": Script(runs=hooked(averaging, net=Lambda), kill=(1, 18, 0)),
+    "swa_second_fit": Script(runs=twice(averaging, Net, same=True), kill=(2, 21, 1)),
+    "swa_second_fit_norms": Script(runs=twice(averaging, Net, same=True), kill=(2, 30, 0)),
     "ema": Script(runs=hooked(EMAWeightAveraging, check_val_every_n_epoch=1)),
     "early_stopping": Script(runs=hooked(lambda: EarlyStopping("val_loss"), val_check_interval=3)),
     "timer": Script(runs=hooked(lambda: Timer("00:01:00:00"))),
@@ -351,6 +374,11 @@ SCRIPTS = {
     "second_fit_searched": Script(runs=twice(finder, Searched, same=False, bare=True), kill=(2, 3, 0)),
     "second_fit_backbone": Script(runs=twice(backbone, Finetuned, same=True), kill=(1, 14, 1)),
 }
+RESUMED = {
+    "swa_resumed": Script(runs=averaged_again, kill=(2, 10, 1)),
+    "swa_resumed_later": Script(runs=averaged_again, kill=(2, 14, 1)),
+}
+"""Fits with a ``ckpt_path``; a joiner has not read it."""
 
 
 def saved_twice(*, same: bool, **settings: Any) -> Callable[[Path], list[Run]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from joins.running import Site, first_step, results, site
-from joins.scripts import LOST, SCRIPTS
+from joins.scripts import LOST, RESUMED, SCRIPTS
 from joins.spread import WORKERS
 from joins.walk import unequal
 from joins.worker import script_of, train
@@ -49,6 +49,17 @@ def test_a_joiner_has_what_members_have(name: str, place: Site, tmp_path: Path) 
     assert len(ends) == 2 and sum(each["replaces"] for each in ends) == 1
     alone = train(script_of(name), tmp_path, alone=True)["end"]
     assert [far(each["end"], alone) for each in ends] == [{}, {}]
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.:UserWarning")
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_joiner_of_a_fit_that_resumes(name: str, place: Site, tmp_path: Path) -> None:
+    folder = place.run(name)
+    joiner, member = first_step(folder)
+    assert far(member, joiner) == far(joiner, member) == {}
+    assert "ParametersDiffer" not in place.log(name)
+    alone = train(script_of(name), tmp_path, alone=True)["end"]
+    assert [far(each["end"], alone) for each in results(folder)] == [{}, {}]
 
 
 @pytest.mark.parametrize("name", chosen([f"spread-{seed}" for seed in range(50)]))

@@ -108,6 +108,9 @@ EXPECTED = {
     "._last_val_time": "a time of this process",
     "._offset": "a time of this process",
     ".datamodule._hparams": "made when it is read",
+    "._swa_scheduler.optimizer": "on a member that of the fit before, which nothing reads",
+    "._accumulate_grad_batches": "set before it is read",
+    "].momenta": "of the fit before; set before they are read",
 }
 """Parts of the paths of attributes in which a joiner may differ from the members, with the reason."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from joins.acting import random_script
-from joins.scripts import LOST, ODD, SCRIPTS, Run, Script
+from joins.scripts import LOST, ODD, RESUMED, SCRIPTS, Run, Script
 from joins.walk import described
 
 MOST_SECONDS = 60.0
@@ -119,7 +119,7 @@ def _trainer(run: Run, strike: Strike, folder: Path, *, alone: bool) -> pl.Train
 def script_of(name: str) -> Script:
     """Return a script of the tables, or a random one by its seed."""
     kind, _, seed = name.partition("-")
-    return random_script(int(seed), lost=kind == "lost") if seed else (SCRIPTS | LOST | ODD)[name]
+    return random_script(int(seed), lost=kind == "lost") if seed else (SCRIPTS | RESUMED | LOST | ODD)[name]
 
 
 def main(folder: Path, name: str) -> None:
