@@ -4,6 +4,7 @@ order.
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _OF_EARLIER_FITS: Final = ("requires_grad", "optimizer", "scheduler", "hparams")
 """Items that an earlier ``fit`` may have changed, which a joiner has left out: it gets them from the members."""
+_OF_SCHEDULERS: Final = ("base_lrs", "last_epoch", "_step_count", "_last_lr")
+"""State of each of torch's schedulers."""
 _PLAIN: Final = (bool, int, float, str, type(None))
 
 
@@ -98,11 +101,40 @@ def describe_model(trainer: pl.Trainer) -> dict[str, str]:
         "requires_grad": f"False for {len(frozen)} parameters, digest of their names {digest(frozen)}",
         "optimizer": ", ".join(_optimizer(each) for each in trainer.optimizers),
         "scheduler": ", ".join(
-            f"{type(config.scheduler).__qualname__}({_text(config.scheduler.state_dict())}) per {config.interval}"
+            f"{type(config.scheduler).__qualname__}({_text(shared_state(config.scheduler))}) per {config.interval}"
             for config in trainer.lr_scheduler_configs
         ),
         "hparams": _text(dict(module.hparams)),
     }
+
+
+def shared_state(scheduler: Any) -> dict[str, Any]:
+    """Return the items of a scheduler's state that must be equal on all ranks; a script's class may have others.
+
+    Of torch's classes it is all of it. Of another one it is what torch's `LRScheduler` has, the arguments of the
+    constructors, and whole numbers and texts. Paths, objects, and further floats such as times may be of the rank: a
+    difference that matters shows in the rates.
+    """
+    state, kind = scheduler.state_dict(), type(scheduler)
+    if not isinstance(state, Mapping):
+        return {}
+    items = {str(key): value for key, value in state.items()}
+    if kind.__module__.startswith(("torch.", "lightning.")):
+        return items
+    made = [vars(each)["__init__"] for each in kind.__mro__[:-1] if "__init__" in vars(each)]
+    known = {*_OF_SCHEDULERS, *(name for each in made for name in inspect.signature(each).parameters)}
+    return {key: value for key, value in items.items() if _is_shared(value, (int, float) if key in known else (int,))}
+
+
+def _is_shared(value: Any, numbers: tuple[type, ...]) -> bool:
+    """Whether a value consists of such numbers, and of texts that are no paths."""
+    if isinstance(value, Mapping):
+        return all(_is_shared(each, numbers) for pair in value.items() for each in pair)
+    if isinstance(value, (list, tuple)):
+        return all(_is_shared(each, numbers) for each in value)
+    if isinstance(value, torch.Tensor):
+        return float in numbers or not value.is_floating_point()
+    return isinstance(value, numbers) or (isinstance(value, str) and os.sep not in value)
 
 
 def describe_data(loader: StepLoader | CombinedSteps) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import lightning.pytorch as pl
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.step import ReplicaStep
+from unicron_lightning.strategies.state.comparison import shared_state
 from unicron_lightning.worker.agreement import check_parameters
 from unicron_lightning.worker.digest import NO_DIGEST, StateDigest, part_of, parts_of
 from unicron_lightning.worker.engine import Engine
@@ -123,16 +124,11 @@ def _rest(trainer: pl.Trainer, names: Mapping[int, str]) -> dict[str, int]:
     frozen = [names[id(each)] for each in trainer.lightning_module.parameters() if not each.requires_grad]
     found = {"requires_grad": part_of(frozen)}
     for number, config in enumerate(trainer.lr_scheduler_configs):
-        for key, value in _items(config.scheduler.state_dict()):
+        for key, value in shared_state(config.scheduler).items():
             found[f"{key} of scheduler {number}"] = part_of(_plain(value))
-    for key, value in _items(trainer.precision_plugin.state_dict()):
+    for key, value in (trainer.precision_plugin.state_dict() or {}).items():
         found[f"{key} of the scaler"] = part_of(_plain(value))
     return {**found, "trainer.global_step": part_of(trainer.global_step)}
-
-
-def _items(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the plain items of a state, of any class that a script may have."""
-    return ((str(key), value) for key, value in state.items()) if isinstance(state, Mapping) else iter(())
 
 
 def _plain(value: Any) -> Any:

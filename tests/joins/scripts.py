@@ -416,6 +416,23 @@ def kept_in_memory() -> pl.Callback:
     return MemoryCheckpoint(every_n_steps=2)
 
 
+class OwnSchedule(torch.optim.lr_scheduler.StepLR):
+    """Keeps attributes of its rank when it takes another one's state."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.started, self.place = time.monotonic(), f"/tmp/{os.getpid()}"
+        super().__init__(optimizer, 4)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({**state, "started": self.started, "place": self.place})
+
+
+class OwnScheduled(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        return [optimizer], [OwnSchedule(optimizer)]
+
+
 class Odd(pl.Callback):
     """Changes a parameter on the first joiner only, as code may whose state no state_dict has."""
 
@@ -547,7 +564,7 @@ def resumed(
     return runs
 
 
-ODD: dict[str, Script] = {"odd": Script(runs=odd)}
+ODD: dict[str, Script] = {"odd": Script(runs=odd), "own_schedule": Script(runs=hooked(net=OwnScheduled))}
 ALL = (HalfRates, RateAtStart, ScaledWeights, AtEnds)
 NEVER = (9, 0, None)
 LOST: dict[str, Script] = {

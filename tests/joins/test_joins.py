@@ -108,6 +108,11 @@ def test_a_joiner_that_differs_ends_with_the_name_of_the_parameter(place: Site) 
     assert far(ends[0]["end"], ends[1]["end"]) == {}
 
 
+def test_a_schedule_may_have_attributes_of_its_rank(place: Site) -> None:
+    ends = results(place.run("own_schedule"))
+    assert "Differ" not in place.log("own_schedule") and sorted(each["replaces"] for each in ends) == [False, True]
+
+
 def far(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Return what differs by more than a rounding in modules, optimizers and schedulers."""
     paths = [path for path in other if path.startswith(("module", "optimizers", "schedulers"))]

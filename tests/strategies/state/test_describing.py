@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning.data.loader import IndexedSteps, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape
-from unicron_lightning.strategies.state.comparison import describe_data, describe_model
+from unicron_lightning.strategies.state.comparison import describe_data, describe_model, shared_state
 
 
 class Model(pl.LightningModule):
@@ -96,3 +98,33 @@ def test_data_of_another_length_or_order_are_named() -> None:
     assert differing(data_of(), data_of(length=44)) == ["data length", "data order"]
     assert differing(data_of(), data_of(seed=4)) == ["data order"]
     assert differing(data_of(), data_of(shuffle=False)) == ["data order"]
+
+
+class Own(StepLR):
+    """Has a schedule's settings, and attributes of its rank."""
+
+    def __init__(self, optimizer: Any, step_size: int, folder: Path, warm_up: float = 0.5) -> None:
+        self.warm_up, self.phase, self.word, self.limits = warm_up, 1, "cosine", [3, 5]
+        self.started, self.times, self.folder, self.path = time.perf_counter(), [time.time()], folder, str(folder)
+        self.rule = (lambda: 1) if folder.name == "n0" else None
+        self.writer = object() if folder.name == "n0" else None
+        super().__init__(optimizer, step_size)
+
+
+def test_attributes_of_a_schedule_that_may_be_of_the_rank_are_left_out() -> None:
+    optimizer = torch.optim.SGD(Model().parameters(), lr=0.1)
+    one, other = (Own(optimizer, 10, Path("/data", name)) for name in ("n0", "n1"))
+    assert shared_state(one) == shared_state(other)
+    changed: dict[str, Any] = {"warm_up": 0.6, "phase": 2, "word": "linear", "limits": [3, 6]}
+    changed |= {"gamma": 0.2, "last_epoch": 7, "_last_lr": [0.2], "step_size": 9}
+    for name, value in changed.items():
+        kept = getattr(other, name)
+        setattr(other, name, value)
+        assert shared_state(one) != shared_state(other), name
+        setattr(other, name, kept)
+
+
+def test_torchs_own_schedules_are_compared_whole() -> None:
+    optimizer = torch.optim.SGD(Model().parameters(), lr=0.1)
+    for schedule in (StepLR(optimizer, 10), torch.optim.swa_utils.SWALR(optimizer, 0.1)):
+        assert shared_state(schedule) == schedule.state_dict()
