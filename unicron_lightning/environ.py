@@ -42,6 +42,8 @@ ARRAY_INDEX: Final = "UNICRON_ARRAY_INDEX"
 """Index of a job of an array, for its script; set by ``unicron submit --array``."""
 LOGS: Final = "UNICRON_LOGS"
 """Folder of the files ``rank<local rank>.log`` into which a daemon writes the output of torchrun's workers."""
+PREPARE: Final = "UNICRON_PREPARE"
+"""Whether agents have their workers forked by a prepared process, set by the user."""
 STATE_DIR: Final = "UNICRON_STATE_DIR"
 """State folder of an embedded coordinator, set by the user."""
 

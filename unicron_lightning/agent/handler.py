@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from collections.abc import MutableMapping
 from typing import Any, Final
 
 import torch
@@ -31,6 +32,7 @@ from unicron_lightning.agent.rank_store import RankStore
 from unicron_lightning.agent.round_store import RoundStore
 from unicron_lightning.agent.round_view import RoundView
 from unicron_lightning.agent.signals import Departure, SignalWatch, clean_exit_on_sigterm, held_signals
+from unicron_lightning.agent.workers.forked import PreparedStarts
 from unicron_lightning.agent.workers.slot_lock import SlotLock
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 
@@ -66,6 +68,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
         self._lock = None if slot is None else SlotLock(self._options.node, slot)
         self._closed = False
         self._hidden: str | None = None
+        self._prepared: PreparedStarts | None = None
 
     @override
     def get_backend(self) -> str:
@@ -166,6 +169,9 @@ class UnicronRendezvousHandler(RendezvousHandler):
         if self._store is not None:
             self._store.close()
             self._store = None
+        if self._prepared is not None:
+            self._prepared.close()
+            self._prepared = None
         if self._lock is not None:
             self._lock.release()
         if self._hidden is not None:
@@ -174,6 +180,11 @@ class UnicronRendezvousHandler(RendezvousHandler):
     def _start(self) -> AgentThread:
         console_lines.install()
         atexit.register(self.shutdown)  # first: a signal may end the process from here on
+        if self._options.prepare:
+            environment = {name: value for name, value in os.environ.items() if name != environ.TOKEN}
+            _settle(environment)
+            self._prepared = PreparedStarts(environment)
+            self._prepared.start()
         agent = self._agent = AgentThread(self._options, self._num_keys, self._lock)
         self._departure = Departure(lambda: agent.may_depart, agent.depart, agent.leaving, self._options.leave_timeout)
         self._signals = SignalWatch(agent.leaving, self._departure)
@@ -251,11 +262,8 @@ class UnicronRendezvousHandler(RendezvousHandler):
                 "TORCH_ELASTIC_WORKER_IDENTICAL": "0",
             }
         )
-        for replaced in nccl_environment.settle(os.environ):
+        for replaced in _settle(os.environ):
             logger.warning("environment_replaced %s", replaced)
-        if not torch.accelerator.is_available():
-            for name in environ.KEEP_FREED:
-                os.environ.setdefault(name, environ.MALLOC_THRESHOLD)
 
     def _rank_store(self, agent: AgentThread, grant: wire.Grant) -> RankStore:
         def ranks_of(local_world: int) -> tuple[int, int]:
@@ -280,3 +288,12 @@ class UnicronRendezvousHandler(RendezvousHandler):
 
     def _store_unused(self) -> bool | None:
         return None if self._store is not None and self._store.num_clients() else True
+
+
+def _settle(environment: MutableMapping[str, str]) -> list[str]:
+    """Set the variables that all workers need; return a sentence for each value of the user's that was replaced."""
+    replaced = nccl_environment.settle(environment)
+    if not torch.accelerator.is_available():
+        for name in environ.KEEP_FREED:
+            environment.setdefault(name, environ.MALLOC_THRESHOLD)
+    return replaced

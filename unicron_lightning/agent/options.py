@@ -42,6 +42,7 @@ CONF_KEYS: Final = {
     "plaintext": "whether the link may be plain beyond loopback (default false)",
     "slot": "label of the accelerators on the node that this agent's workers use, if other tasks' agents use them too",
     "weight": "weight of the task's work relative to other tasks (default 1)",
+    "prepare": "whether workers are forked by a prepared process (default: UNICRON_PREPARE, else false)",
     "worker_timeout": "seconds without a heartbeat after which a worker is killed (default: the coordinator's, 10)",
     "stop_timeout": "seconds that workers get to stop when a plain script must restart, before SIGKILL (default 10)",
     "leave_timeout": "seconds that workers get to leave at a step boundary after SIGTERM to torchrun (default 20)",
@@ -88,6 +89,8 @@ class AgentOptions:
     """Whether a coordinator that this agent starts allows fault injection."""
     pair_check: bool = False
     """Whether a coordinator that this agent starts has nodes exchange data before they get workers."""
+    prepare: bool = False
+    """Whether workers are forked by a prepared process."""
     worker_timeout: float | None = None
     """Seconds without a heartbeat after which a worker is killed; None: the coordinator's value."""
     stop_timeout: float = 10.0
@@ -148,6 +151,7 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         ),
         allow_injection=_flag(conf, "allow_injection", default=False),
         pair_check=_flag(conf, "pair_check", default=False),
+        prepare=_flag({"prepare": os.environ.get(environ.PREPARE) or "false", **conf}, "prepare", default=False),
         worker_timeout=_seconds(conf, "worker_timeout", 10.0) if "worker_timeout" in conf else None,
         stop_timeout=_seconds(conf, "stop_timeout", 10.0),
         leave_timeout=_seconds(conf, "leave_timeout", 20.0),

@@ -26,6 +26,7 @@ from typing import Final, Literal
 import psutil  # type: ignore[import-untyped]
 
 from unicron_lightning import environ
+from unicron_lightning.agent.workers.forked import ForkedWorker
 from unicron_lightning.agent.workers.process_end import Threads
 from unicron_lightning.errors import AgentUnavailable
 
@@ -241,7 +242,9 @@ def _taken_exit(pid: int) -> Exit | None:
     One end in a hundred needs this, on a busy machine. A clean exit must not be mistaken for a failure then.
     """
     handles = [
-        item for item in gc.get_objects() if type(item) is subprocess.Popen and getattr(item, "pid", None) == pid
+        item
+        for item in gc.get_objects()
+        if type(item) in (subprocess.Popen, ForkedWorker) and getattr(item, "pid", None) == pid
     ]
     deadline = time.monotonic() + _TAKING_SECONDS
     while handles and time.monotonic() < deadline:
