@@ -1,6 +1,6 @@
 """Measure what a worker's start consists of: the imports of torch, of Lightning, and of this package.
 
-    python benchmarks/start_up.py [--runs 5]
+    python benchmarks/start_up.py [--runs 5] [--rejoins 3]
 
 Prints, for fresh interpreters:
 
@@ -10,17 +10,30 @@ Prints, for fresh interpreters:
     memory    of a process that has imported everything and has forked a worker: what both share, and what the
               process keeps for itself beyond that
     fork      time [s] from the request until the worker has begun: the smallest of ``--runs``
+
+and for a task of two workers, with ordinary starts and with prepared ones (`--rdzv-conf prepare=true`):
+
+    first step   time [s] from the start of the agents until a worker has ended a step
+    rejoin       time [s] from the SIGKILL of a worker until its replacement has ended a step, ``--rejoins`` times
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
+
+from unicron_lightning.local_cluster.cluster import LocalCluster
+from unicron_lightning.local_cluster.processes import until
 
 STAGES: Final = {
     "torch": "import torch",
@@ -30,6 +43,7 @@ STAGES: Final = {
 _TIMED: Final = "import time; start = time.process_time(); {code}; print(time.process_time() - start)"
 _LINE: Final = re.compile(r"import time:\s+(\d+) \|\s+\d+ \| +([\w]+)")
 _SHOWN: Final = 8
+_MOST_SECONDS: Final = 180.0
 _FORK: Final = """
 import gc, json, os, time
 {imports}
@@ -81,11 +95,57 @@ def packages(code: str) -> list[tuple[str, float]]:
     return seconds.most_common(_SHOWN)  # type: ignore[return-value]
 
 
+def steps(folder: Path) -> list[tuple[int, float]]:
+    """Return the steps that workers have noted, oldest first: process and time."""
+    path = folder / "steps"
+    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    return [(int(pid), float(at)) for pid, at in map(str.split, lines)]
+
+
+def task_seconds(prepare: bool, rejoins: int) -> tuple[float, list[float]]:
+    """Return the seconds to a task's first step, and from each kill to the replacement's first one."""
+    began = time.time()
+    script = Path(__file__).with_name("job_start.py")
+    folder = Path(tempfile.mkdtemp())
+    cluster = LocalCluster([script, folder], nodes=2, conf={"prepare": prepare}, folder=folder, stop_seconds=5.0)
+    with cluster:
+        first = until("a step", lambda: steps(folder), _MOST_SECONDS)[0][1] - began
+        seconds = []
+        for _ in range(rejoins):
+            workers = until(
+                "steps of both nodes",
+                lambda: (
+                    found
+                    if {each[0] for each in steps(folder)[-8:]} >= (found := _workers(cluster)) and len(found) == 2
+                    else None
+                ),
+                _MOST_SECONDS,
+            )
+            known = {pid for pid, _ in steps(folder)}
+            at, victim = time.time(), max(workers)
+            os.kill(victim, signal.SIGKILL)
+            joined = until(
+                "the replacement's step",
+                lambda known=known: [t for pid, t in steps(folder) if pid not in known],
+                _MOST_SECONDS,
+            )
+            seconds.append(joined[0] - at)
+        (folder / "stop").touch()
+        cluster.wait_exit(60)
+    return first, seconds
+
+
+def _workers(cluster: LocalCluster) -> set[int]:
+    return {pid for node in cluster.agents for pid in cluster.workers(node).values()}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5, help="interpreters of each kind (default: %(default)s)")
-    runs = parser.parse_args().runs
+    parser.add_argument("--rejoins", type=int, default=3, help="kills in each task (default: %(default)s)")
+    options = parser.parse_args()
+    runs = options.runs
     codes = list(STAGES.values())
     for place, (name, code) in enumerate(STAGES.items()):
         print(f"{name:14} {stage_seconds(codes[:place], code, runs):6.2f} s of a processor", flush=True)
@@ -93,6 +153,13 @@ def main() -> None:
     print(f"by package, one interpreter with -X importtime: {shares}", flush=True)
     fork, private, shared = map(float, output(_FORK.format(imports="; ".join(codes), runs=runs))[0].split()[-3:])
     print(f"fork of a worker {1e3 * fork:.0f} ms; memory {shared:.0f} MB shared, {private:.0f} MB of the process alone")
+    for prepare in (False, True):
+        first, seconds = task_seconds(prepare, options.rejoins)
+        rejoins = " ".join(f"{each:.2f}" for each in seconds)
+        kind = "prepared" if prepare else "ordinary"
+        print(
+            f"{kind} starts: first step {first:.1f} s, rejoin {rejoins} s (load {os.getloadavg()[0]:.1f})", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -95,6 +95,7 @@ def test_wrong_endpoint_is_quoted(text: str) -> None:
         {"worker_timeout": "inf"},
         {"embedded": "maybe"},
         {"pair_check": "perhaps"},
+        {"prepare": "now"},
         {"nods": "x"},
         {"token_file": "/nonexistent/token"},
     ],
@@ -103,6 +104,24 @@ def test_wrong_conf_is_quoted(conf: dict[str, str]) -> None:
     (key, value), *_ = conf.items()
     with pytest.raises(ConfigError, match=f"--rdzv-conf {key}={value}"):
         options.from_parameters(parameters(**conf))
+
+
+@pytest.mark.parametrize(
+    ("variable", "conf", "expected"),
+    [(None, {}, False), ("1", {}, True), ("off", {"prepare": "true"}, True), ("true", {"prepare": "false"}, False)],
+)
+def test_prepared_workers_are_an_option(
+    variable: str | None, conf: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("UNICRON_PREPARE", variable)
+    assert options.from_parameters(parameters(**conf)).prepare is expected
+
+
+def test_a_wrong_variable_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNICRON_PREPARE", "soon")
+    with pytest.raises(ConfigError, match="UNICRON_PREPARE=soon: expected true or false"):
+        options.from_parameters(parameters())
 
 
 @pytest.mark.parametrize("key", ["allow_injection", "pair_check"])

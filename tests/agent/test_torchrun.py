@@ -11,6 +11,7 @@ import psutil
 import pytest
 from agent.torchrun import Cluster, workers_of
 
+from unicron_lightning.agent.workers.forked import PARENT
 from unicron_lightning.local_cluster.processes import kill, lives, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
@@ -60,6 +61,28 @@ def test_death_in_one_agent_leaves_the_other_alone(tmp_path: Path) -> None:
         assert sorted(e["rank"] for e in joined) == [0, 1, 2, 3]
         assert {e["rank"] for e in joined if e["pid"] in spared} == {0, 1}
         assert cluster.finish() == [0, 0]
+
+
+def test_workers_of_a_prepared_process(tmp_path: Path) -> None:
+    """They are detected, replaced and ended as ordinary ones; nothing outlives a killed agent."""
+    with Cluster(tmp_path, "toy_worker.py", "1:2", per_node=2, prepare="true") as cluster:
+        first, second = cluster.add_node(), cluster.add_node()
+        cluster.wait_notes(4, "go", world=4)
+        assert list(cluster.workers(second)) == [0, 1], "found by their environment"
+        known = [note["pid"] for note in cluster.notes("go")]
+        kill(workers_of(cluster.agents[second].pid)[0].pid)
+        until("replacements", lambda: len([n for n in cluster.notes("go", world=4) if n["pid"] not in known]) >= 2)
+        children = psutil.Process(cluster.agents[second].pid).children(recursive=True)
+        prepared = [child for child in children if child.cmdline()[2:3] == [str(PARENT)]]
+        assert len(prepared) == 1 and len(workers_of(cluster.agents[second].pid)) == 2
+        os.kill(cluster.agents[second].pid, signal.SIGKILL)
+        cluster.agents[second].wait()
+        embedded = cluster.coordinator()
+        until("the end of all", lambda: not any(lives(each.pid) for each in children if each.pid != embedded))
+        cluster.wait_notes(2, "go", world=2)
+        (tmp_path / "finish").touch()
+        assert cluster.agents[first].wait(60) == 0
+        assert "ordinary_start" not in "".join(log.read_text() for log in tmp_path.glob("*.log"))
 
 
 def test_coordinator_is_restarted(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         ),
         allow_injection=_flag(conf, "allow_injection", default=False),
         pair_check=_flag(conf, "pair_check", default=False),
-        prepare=_flag({"prepare": os.environ.get(environ.PREPARE) or "false", **conf}, "prepare", default=False),
+        prepare=_flag(conf, "prepare", default=_variable(environ.PREPARE)),
         worker_timeout=_seconds(conf, "worker_timeout", 10.0) if "worker_timeout" in conf else None,
         stop_timeout=_seconds(conf, "stop_timeout", 10.0),
         leave_timeout=_seconds(conf, "leave_timeout", 20.0),
@@ -261,10 +261,18 @@ def _positive(conf: Mapping[str, Any], key: str, default: float, expected: str) 
 
 
 def _flag(conf: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    text = str(conf.get(key, default)).lower()
-    if text not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
-        raise ConfigError(f"--rdzv-conf {key}={conf[key]}: expected true or false")
-    return text in ("1", "true", "yes", "on")
+    return _truth(f"--rdzv-conf {key}", str(conf.get(key, default)))
+
+
+def _variable(name: str) -> bool:
+    """Return the value of a variable that is true or false; false if it is not set."""
+    return _truth(name, os.environ.get(name) or "false")
+
+
+def _truth(name: str, text: str) -> bool:
+    if text.lower() not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
+        raise ConfigError(f"{name}={text}: expected true or false")
+    return text.lower() in ("1", "true", "yes", "on")
 
 
 def _state_dir(given: str | None, host: str, port: int) -> Path:

@@ -32,7 +32,8 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "run",
         help="train a script on this machine, with one command",
         usage="unicron run SCRIPT [--workers N] [--nodes MIN:MAX] [--task NAME]\n"
-        "                   [--logs DIR] [--endpoint HOST:PORT] [-- ARGUMENT ...]",
+        "                   [--logs DIR] [--endpoint HOST:PORT] [--prepare]\n"
+        "                   [-- ARGUMENT ...]",
         description="Start a torchrun for each worker, print their outputs, and stop all of them with Ctrl-C.",
     )
     run.add_argument("script", metavar="SCRIPT", help="the training script, with Trainer(strategy='unicron')")
@@ -42,6 +43,11 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     run.add_argument("--logs", metavar="DIR", help="where the nodes' outputs stay; default: nowhere after a success")
     run.add_argument(
         "--endpoint", metavar="HOST:PORT", help=f"of this machine; default: {environ.ENDPOINT}, else a free one"
+    )
+    run.add_argument(
+        "--prepare",
+        action=argparse.BooleanOptionalAction,
+        help=f"workers are forked by a process that has imported Lightning; default: {environ.PREPARE}, else not",
     )
     run.set_defaults(run=_run)
 
@@ -66,6 +72,7 @@ def _run(options: argparse.Namespace) -> int:
         nodes=options.workers,
         nnodes=options.nodes,
         task=options.task or script.stem,
+        conf={} if options.prepare is None else {"prepare": options.prepare},
         folder=Path(options.logs) if options.logs else None,
         stop_seconds=_STOP_SECONDS,
     )

@@ -20,17 +20,18 @@ def of_system() -> dict[str, object]:
         name: text.split()
         for name, _, text in (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
     }
-    kept = ("Umask", "SigBlk", "SigIgn", "SigCgt", "SigPnd", "Groups", "Uid", "Gid", "CapEff", "NoNewPrivs", "Threads")
+    kept = ("Umask", "SigBlk", "SigIgn", "SigPnd", "Groups", "Uid", "Gid", "CapEff", "NoNewPrivs", "Threads")
     block = Path("/proc/self/environ").read_bytes().rstrip(b"\0").split(b"\0")
     return {
         **{name: status.get(name) for name in kept},
+        "SigCgt": int(status["SigCgt"][0], 16) & 0x7FFFFFFF,  # the C library takes some above when a thread is made
         "leads": (os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()),
-        "folder": os.getcwd(),
+        "folder": str(Path.cwd()),
         "limits": {n: resource.getrlimit(getattr(resource, n)) for n in dir(resource) if n.startswith("RLIMIT_")},
         "priority": os.getpriority(os.PRIO_PROCESS, 0),
         "affinity": sorted(os.sched_getaffinity(0)),
         "files": {n: os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if int(n) < 3},
-        "more_files": len([n for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")]),
+        "more_files": sum(each.exists() for each in Path("/proc/self/fd").iterdir()),
         "handlers": {n: str(signal.getsignal(n)) for n in signal.valid_signals() if n not in (9, 19)},
         "environ": sorted(os.fsdecode(each) for each in block),
         "cmdline": [os.fsdecode(w) for w in Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").split(b"\0")],
@@ -55,7 +56,7 @@ def of_python() -> dict[str, object]:
         "warnoptions": sys.warnoptions,
         "main": {k: str(type(v)) for k, v in vars(main).items() if k.startswith("__")},
         "file": main.__file__,
-        "spec": str(main.__spec__),
+        "spec": (main.__spec__.name, main.__spec__.origin) if main.__spec__ else None,
         "package": main.__package__,
         "loader": str(type(main.__loader__)),
         "function": of_python.__module__,
@@ -107,8 +108,8 @@ def of_libraries() -> dict[str, object]:
         "children": len(multiprocessing.active_children()),
         "temporary": tempfile.gettempdir(),
         "gc": (gc.get_threshold(), gc.isenabled()),
-        "logging": [(logger.name, logger.level, len(logger.handlers), len(logger.filters)) for logger in (
-            logging.getLogger(), logging.getLogger("lightning.pytorch"), logging.getLogger("lightning.fabric.utilities.seed"))],
+        "logging": [(each.name, each.level, len(each.handlers), len(each.filters)) for each in map(logging.getLogger, (
+            "", "lightning.pytorch", "lightning.fabric.utilities.seed", "unicron_lightning"))],
         "warnings": len(warnings.filters),
         "variables": dict(os.environ),
         "versions": (torch.__version__, lightning.pytorch.__version__, numpy.__version__),
