@@ -105,6 +105,10 @@ class ForkedWorker:
         self.send_signal(signal.SIGKILL)
 
 
+PREPARED: Final[set[int]] = set()
+"""Prepared processes of this one: children that are no workers."""
+
+
 class OrdinaryStart(Exception):
     """Why a worker is started in the ordinary way."""
 
@@ -146,6 +150,7 @@ class PreparedStarts:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        PREPARED.add(self._process.pid)
         self._link, self._usual = ours, usual
 
         def popen(handler: Any, args: Sequence[str], env: Mapping[str, str]) -> Any:
@@ -171,6 +176,7 @@ class PreparedStarts:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            PREPARED.discard(self._process.pid)
             self._process = None
 
     def _log(self, reason: str) -> None:

@@ -26,7 +26,7 @@ from typing import Final, Literal
 import psutil  # type: ignore[import-untyped]
 
 from unicron_lightning import environ
-from unicron_lightning.agent.workers.forked import ForkedWorker
+from unicron_lightning.agent.workers.forked import PREPARED, ForkedWorker
 from unicron_lightning.agent.workers.process_end import Threads
 from unicron_lightning.errors import AgentUnavailable
 
@@ -151,7 +151,7 @@ class Supervisor:
 
     def _find(self) -> None:
         self._search = None
-        for pid in _children():
+        for pid in (pid for pid in _children() if pid not in PREPARED):
             if not self._missing:
                 return
             self.look_at(pid)
