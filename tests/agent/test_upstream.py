@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from datetime import timedelta
@@ -12,10 +13,13 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.utils import store as store_util
 
 from unicron_lightning.agent.rank_store import EXIT_BARRIER, RankStore
+from unicron_lightning.agent.workers.forked import ForkedWorker
 from unicron_lightning.errors import UnicronError
 
 
@@ -29,6 +33,17 @@ def test_ranks_come_from_the_store(group_rank: int) -> None:
     assign: Any = inspect.unwrap(SimpleElasticAgent._assign_worker_ranks)
     workers = assign(None, rank_store(group_rank), group_rank, 3, spec)
     assert [(w.local_rank, w.global_rank, w.world_size) for w in workers] == [(0, 10, 12), (1, 11, 12)]
+
+
+def test_processes_are_started_by_one_method() -> None:
+    """The agent replaces it where workers are forked (`unicron_lightning.agent.workers.forked`)."""
+    assert list(inspect.signature(SubprocessHandler._popen).parameters) == ["self", "args", "env"]
+    source = inspect.getsource(SubprocessHandler)
+    assert source.count("self._popen(") == 1 and "self.proc: Popen = self._popen(args_str, env_vars)" in source
+    assert "start_new_session" in inspect.getsource(SubprocessHandler._popen)
+    assert {"_stdout", "_stderr"} <= set(re.findall(r"self\.(\w+) = ", source))
+    used = set(re.findall(r"\.proc\.(\w+)", inspect.getsource(SubprocessContext) + source))
+    assert used <= {*dir(ForkedWorker), *vars(ForkedWorker([], 1))}
 
 
 def test_exit_barrier_goes_through_the_store() -> None:
