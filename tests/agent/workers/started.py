@@ -1,4 +1,4 @@
-"""A worker's program that prints what it has from its start, as JSON, and ends as its first argument says.
+"""A worker's program that prints what it has from its start, as JSON, and ends as its first argument specifies.
 
 Modules are imported where they are used: an ordinary start prints what it has before it imports torch.
 """
