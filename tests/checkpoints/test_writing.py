@@ -23,9 +23,10 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from unicron_lightning.checkpoints import version
 from unicron_lightning.checkpoints.client import WriterProcess
 from unicron_lightning.checkpoints.division import blocks, divide, part_writers
-from unicron_lightning.checkpoints.index import IndexEntry, check_whole, read_checkpoint
+from unicron_lightning.checkpoints.index import read_checkpoint
 from unicron_lightning.checkpoints.messages import VersionFailed, VersionOver, VersionWritten, WriteVersion
 from unicron_lightning.checkpoints.names import REST, is_folder
+from unicron_lightning.checkpoints.parts import IndexEntry, check_whole
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, saved_bytes, stage
 from unicron_lightning.checkpoints.storage import storage_of
 from unicron_lightning.checkpoints.version import WritingVersion

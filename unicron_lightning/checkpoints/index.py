@@ -8,13 +8,11 @@ in collectives of all ranks. Here each worker describes its part in JSON, and on
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
-import msgspec
 import torch
 from torch.distributed.checkpoint import metadata as stored
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -22,33 +20,8 @@ from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from unicron_lightning.checkpoints.names import MODEL, OPTIMIZER, REST
+from unicron_lightning.checkpoints.parts import IndexEntry
 from unicron_lightning.worker.checkpoint_folders import FolderReader, PlainObjects
-
-
-class IndexEntry(msgspec.Struct, frozen=True):
-    """A shard of a tensor, a whole tensor, or, without ``dtype``, another object, with its place in a file."""
-
-    name: str
-    file: str
-    start: int
-    length: int
-    dtype: str | None = None
-    whole: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
-
-    @property
-    def index(self) -> stored.MetadataIndex:
-        """The key of the entry in torch's index."""
-        return stored.MetadataIndex(self.name, None if self.dtype is None else self.offsets)
-
-
-class WrittenPart(msgspec.Struct, frozen=True):
-    """A worker's part of a folder, with the digests of its files, and the name of the version, if it has one."""
-
-    pieces: list[IndexEntry]
-    digests: dict[str, str]
-    version: str = ""
 
 
 def encode_index(pieces: Sequence[IndexEntry], places: Mapping[str, Any]) -> bytes:
@@ -68,27 +41,10 @@ def encode_index(pieces: Sequence[IndexEntry], places: Mapping[str, Any]) -> byt
         chunk = stored.ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
         entries.setdefault(piece.name, entry).chunks.append(chunk)
     index = stored.Metadata(entries, planner_data=dict(places), storage_meta=stored.StorageMeta())
-    index.storage_data = {p.index: _StorageInfo(p.file, p.start, p.length) for p in pieces}
+    keys = [stored.MetadataIndex(p.name, None if p.dtype is None else p.offsets) for p in pieces]
+    index.storage_data = {key: _StorageInfo(p.file, p.start, p.length) for key, p in zip(keys, pieces, strict=True)}
     index.version = CURRENT_DCP_VERSION
     return pickle.dumps(index)
-
-
-def check_whole(pieces: Sequence[IndexEntry]) -> None:
-    """Check that the pieces of each tensor have as many elements as the tensor.
-
-    Raises:
-        ValueError: those of a tensor have not.
-    """
-    missing: dict[str, int] = {}
-    for piece in pieces:
-        if piece.dtype is not None:
-            missing.setdefault(piece.name, math.prod(piece.whole))
-            missing[piece.name] -= math.prod(piece.sizes)
-    if found := {name: number for name, number in missing.items() if number}:
-        name, number = next(iter(found.items()))
-        raise ValueError(
-            f"{number} elements of {name} are in no part, or several times in some; {len(found)} such tensors"
-        )
 
 
 def read_whole(folder: str | Path, keys: set[str] | None = None) -> dict[str, Any]:

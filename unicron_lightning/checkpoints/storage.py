@@ -21,7 +21,6 @@ from typing import Any, Final, Protocol
 from unicron_lightning.checkpoints.names import REST
 from unicron_lightning.regular_files import read_regular
 from unicron_lightning.worker.checkpoint_files import INDEX, HashingFile
-from unicron_lightning.worker.checkpoint_folders import referenced
 
 UNFINISHED: Final = "unfinished"
 STALE_SECONDS: Final = 3600.0
@@ -203,6 +202,8 @@ class UrlStorage:
                 self._files.rm(self._at(folder), recursive=True)
 
     def published(self) -> list[str]:
+        from unicron_lightning.worker.checkpoint_folders import referenced  # late, as is `index` in `version`
+
         try:
             return referenced(self.read_published(INDEX), self._at(INDEX), REST)
         except FileNotFoundError:

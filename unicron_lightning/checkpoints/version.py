@@ -19,7 +19,6 @@ from typing import IO, Final, cast
 import msgspec
 import torch
 
-from unicron_lightning.checkpoints.index import IndexEntry, WrittenPart, check_whole, encode_index
 from unicron_lightning.checkpoints.messages import (
     StagedTensor,
     ToWorker,
@@ -28,6 +27,7 @@ from unicron_lightning.checkpoints.messages import (
     VersionWritten,
     WriteVersion,
 )
+from unicron_lightning.checkpoints.parts import IndexEntry, WrittenPart, check_whole
 from unicron_lightning.checkpoints.staging import tensor_in
 from unicron_lightning.checkpoints.storage import VersionStorage
 from unicron_lightning.worker.checkpoint_files import INDEX, total
@@ -180,6 +180,8 @@ class WritingVersion:
         for name in names:
             if name.endswith(".distcp") and storage.prefix + name not in known:  # of a writer that is gone
                 storage.remove(name)
+        from unicron_lightning.checkpoints.index import encode_index  # takes half a writer's start to import
+
         contents = unpack_parts(self._memories[-1][:])
         further = dict(zip(order.files, contents, strict=False))
         if order.objects:

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unicron_lightning.checkpoints import index, names
-from unicron_lightning.checkpoints.index import IndexEntry, WrittenPart
 from unicron_lightning.checkpoints.names import MODEL, REST
+from unicron_lightning.checkpoints.parts import IndexEntry, WrittenPart
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, HeldTensor
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.mesh import local_shard
