@@ -7,14 +7,13 @@ micro-batch ``n = r x W + d`` has batch ``n`` of each loader that still has one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from unicron_lightning.data.fetch import Place
-from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.data.order import DataOrder, EpochOrder, StepShape
 from unicron_lightning.errors import ConfigError
 
 
@@ -52,7 +51,7 @@ def number_of(mode: str, numbers: Sequence[float]) -> float:
     return min(numbers) if mode == "min_size" else max(numbers)
 
 
-class CombinedOrder:
+class CombinedOrder(EpochOrder):
     """The order of the samples of several loaders; implements `Numbered`.
 
     Args:
@@ -72,15 +71,6 @@ class CombinedOrder:
         self._combination = combination
         self.shape = shape
 
-    @property
-    def devices(self) -> int:
-        """Micro-batches of a round: one for each device of the declared world."""
-        return self.shape.devices
-
-    def place(self, epoch: int, number: int) -> Place:
-        """The place of a micro-batch that is counted from the start of the epoch."""
-        return epoch, *divmod(number, self.shape.of(epoch).micro_batches)
-
     def num_micro_batches(self, epoch: int) -> int:
         """Micro-batches of an epoch.
 
@@ -95,15 +85,6 @@ class CombinedOrder:
                     "first one: of several loaders that are read at once, each has the same number in all epochs"
                 )
         return self._combination.num_micro_batches
-
-    def num_steps(self, epoch: int) -> int:
-        """Optimizer steps of an epoch."""
-        return math.ceil(self.num_micro_batches(epoch) / self.shape.of(epoch).micro_batches)
-
-    def micro_batches(self, step: int, epoch: int) -> range:
-        """Return the numbers of a step's micro-batches."""
-        most = self.shape.of(epoch).micro_batches
-        return range(max(0, min(most, self.num_micro_batches(epoch) - step * most)))
 
     def indices(self, epoch: int, step: int, micro_batch: int) -> list[Any]:
         """Return pairs of loader and data set index."""

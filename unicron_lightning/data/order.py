@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,39 @@ class StepShape:
         return step * self.accumulation + place // self.devices
 
 
-class DataOrder:
+class EpochOrder(ABC):
+    """Division of epochs into steps, by their numbers of micro-batches.
+
+    Attributes:
+        shape: of the steps.
+    """
+
+    shape: StepShape
+
+    @abstractmethod
+    def num_micro_batches(self, epoch: int) -> int:
+        """Micro-batches of an epoch."""
+
+    @property
+    def devices(self) -> int:
+        """Micro-batches of a round: one for each device of the declared world."""
+        return self.shape.devices
+
+    def place(self, epoch: int, number: int) -> tuple[int, int, int]:
+        """The place of a micro-batch that is counted from the start of the epoch."""
+        return epoch, *divmod(number, self.shape.of(epoch).micro_batches)
+
+    def num_steps(self, epoch: int) -> int:
+        """Optimizer steps of an epoch."""
+        return math.ceil(self.num_micro_batches(epoch) / self.shape.of(epoch).micro_batches)
+
+    def micro_batches(self, step: int, epoch: int) -> range:
+        """Numbers of the micro-batches within step ``step`` of an epoch: fewer than M only in the last step."""
+        most = self.shape.of(epoch).micro_batches
+        return range(max(0, min(most, self.num_micro_batches(epoch) - step * most)))
+
+
+class DataOrder(EpochOrder):
     """Order and division of one data loader's samples.
 
     Args:
@@ -116,15 +149,6 @@ class DataOrder:
             self._sampler = _whole(self._sampler)
         self.varies = self._own_batches and not isinstance(batch_sampler, list | tuple)
 
-    @property
-    def devices(self) -> int:
-        """Micro-batches of a round: one for each device of the declared world."""
-        return self.shape.devices
-
-    def place(self, epoch: int, number: int) -> tuple[int, int, int]:
-        """The place of a micro-batch that is counted from the start of the epoch."""
-        return epoch, *divmod(number, self.shape.of(epoch).micro_batches)
-
     def num_micro_batches(self, epoch: int) -> int:
         """Micro-batches of an epoch."""
         if self._own_batches:
@@ -134,15 +158,6 @@ class DataOrder:
             return size // per_round * self.shape.devices
         full, rest = divmod(size, per_round)
         return full * self.shape.devices + min(rest, self.shape.devices)
-
-    def num_steps(self, epoch: int) -> int:
-        """Optimizer steps of an epoch."""
-        return math.ceil(self.num_micro_batches(epoch) / self.shape.of(epoch).micro_batches)
-
-    def micro_batches(self, step: int, epoch: int) -> range:
-        """Numbers of the micro-batches within step ``step`` of an epoch: fewer than M only in the last step."""
-        most = self.shape.of(epoch).micro_batches
-        return range(max(0, min(most, self.num_micro_batches(epoch) - step * most)))
 
     def indices(self, epoch: int, step: int, micro_batch: int) -> list[int]:
         """The data set indices of a micro-batch."""
