@@ -105,12 +105,12 @@ class StateMemory:
         if not later or session.control is None:
             return False
         given = session.control.held(_ANSWER_SECONDS)
-        for place, offer in enumerate(later):
+        for offer in later:
             own = self._own(offer, given)
             if self._strategy.parallelism.division.refusal(offer.version) is None:
                 _, sources = self._sources(f"{_name(offer)} later", offer, own)
                 if None not in sources:
-                    session.memory = session.memory[session.memory.index(later[place]) :]
+                    session.memory = session.memory[session.memory.index(offer) :]
                     return True
         session.memory = tuple(offer for offer in session.memory if offer not in later)
         return False

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -80,12 +81,7 @@ class Strikes(pl.Callback):
         if not begins and (self._replaces or not self._case.waits or died <= self._expected):
             return
         self._expected = died
-        engine: Any = trainer.strategy.engine  # type: ignore[attr-defined]
-        limit = time.monotonic() + PATIENCE_SECONDS
-        while not engine.control.newer_than(engine.world.epoch) and trainer.world_size < trainer.num_nodes:
-            if time.monotonic() > limit:
-                return
-            time.sleep(0.005)
+        _wait(PATIENCE_SECONDS, lambda: _changes(trainer) or trainer.world_size >= trainer.num_nodes)
 
     def order(self, trainer: pl.Trainer) -> None:
         """Have the orders given that are due, and wait for a moment for what they bring."""
@@ -97,13 +93,8 @@ class Strikes(pl.Callback):
                 path.touch(exist_ok=False)
             except FileExistsError:
                 continue
-            limit = time.monotonic() + PATIENCE_SECONDS
-            while not (self._folder / f"given-{number}").exists() and time.monotonic() < limit:
-                time.sleep(0.01)
-            engine: Any = trainer.strategy.engine  # type: ignore[attr-defined]
-            limit = time.monotonic() + ORDER_SECONDS
-            while not engine.control.newer_than(engine.world.epoch) and time.monotonic() < limit:
-                time.sleep(0.01)
+            _wait(PATIENCE_SECONDS, (self._folder / f"given-{number}").exists)
+            _wait(ORDER_SECONDS, lambda: _changes(trainer))
 
     def _is_due(self, strike: Strike, trainer: pl.Trainer) -> bool:
         rank = trainer.global_rank
@@ -131,6 +122,18 @@ class Strikes(pl.Callback):
         self.order(trainer)
         self.arm(trainer)
         self.at("on_train_batch_start", trainer)
+
+
+def _wait(seconds: float, until: Callable[[], bool]) -> None:
+    limit = time.monotonic() + seconds
+    while not until() and time.monotonic() < limit:
+        time.sleep(0.005)
+
+
+def _changes(trainer: pl.Trainer) -> bool:
+    """Whether the next operation is in another epoch."""
+    engine: Any = trainer.strategy.engine  # type: ignore[attr-defined]
+    return bool(engine.control.newer_than(engine.world.epoch))
 
 
 def _hook(name: str) -> Any:
