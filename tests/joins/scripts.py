@@ -277,6 +277,13 @@ def averaging() -> pl.Callback:
     return StochasticWeightAveraging(0.03, swa_epoch_start=1, annealing_epochs=2)
 
 
+class TrainsInValidation(pl.Callback):
+    """Has a layer change its statistics in validations."""
+
+    def on_validation_start(self, trainer: pl.Trainer, module: Any) -> None:
+        module.backbone[1].train()
+
+
 class Lambda(Net):
     """Has a schedule that takes no state of another kind."""
 
@@ -354,6 +361,7 @@ SCRIPTS = {
     "unfreezing_later": Script(runs=hooked(Unfreezing, net=Dropped), kill=(1, 12, 0)),
     "counting": Script(runs=hooked(Counting, ScaledWeights)),
     "manual": Script(runs=hooked(ScaledWeights, RateAtStart, net=Manual), kill=(1, 10, 1)),
+    "norms_in_validation": Script(runs=hooked(TrainsInValidation, check_val_every_n_epoch=1), kill=(1, 13, 1)),
     "swa": Script(runs=hooked(averaging), kill=(1, 8, 1)),
     "swa_norms": Script(runs=hooked(averaging), kill=(1, 18, 1)),
     "swa_lambda": Script(runs=hooked(averaging, net=Lambda), kill=(1, 8, 0)),

@@ -89,12 +89,24 @@ class Leaves(pl.Callback):
             trainer.save_checkpoint(FOLDER / "saved.ckpt")
 
 
+def parts() -> tuple[Any, pl.LightningModule, int]:
+    """Return the strategy, the module, and the numbers of a sample."""
+    if CASE["strategy"] == "unicron_megatron":
+        sys.path[0] = str(Path(__file__).parents[1])  # this folder has a module of the name megatron
+        from cross import megatron
+        from cross.cases import Script
+
+        script = Script(strategy="unicron_megatron")
+        return megatron.strategy_of(script, alone=False), megatron.Stage(script, None), 3
+    return UnicronFSDPStrategy(shard_size=2) if CASE["strategy"] == "unicron_fsdp" else CASE["strategy"], Line(), 2
+
+
 def main() -> None:
     pl.seed_everything(1, verbose=False)
-    data = DataLoader(TensorDataset(torch.randn(80, 2)), batch_size=4)
-    fsdp = CASE["strategy"] == "unicron_fsdp"
+    strategy, module, numbers = parts()
+    data = DataLoader(TensorDataset(torch.randn(80, numbers)), batch_size=4)
     trainer = pl.Trainer(
-        strategy=UnicronFSDPStrategy(shard_size=2) if fsdp else CASE["strategy"],
+        strategy=strategy,
         accelerator="cpu",
         devices=1,
         num_nodes=2,
@@ -107,7 +119,7 @@ def main() -> None:
         enable_model_summary=False,
         callbacks=[Leaves()],
     )
-    trainer.fit(Line(), data, data)
+    trainer.fit(module, data, data)
     if CASE["call"] == "test" and trainer.global_rank in CASE["ranks"]:
         trainer.test(Line(), data, verbose=False)
     if CASE["call"] == "export" and trainer.global_rank in CASE["ranks"]:

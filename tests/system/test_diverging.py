@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def run(folder: Path, nodes: str = "2:2", **case: Any) -> tuple[set[int], Cluste
         return set(cluster.wait_exit(200).values()), cluster
 
 
-@pytest.mark.parametrize("strategy", ["unicron", "unicron_fsdp"])
+@pytest.mark.parametrize("strategy", ["unicron", "unicron_fsdp", "unicron_megatron"])
 @pytest.mark.parametrize(("call", "name"), [("barrier", "barrier"), ("save", "save_checkpoint")])
 def test_one_rank_alone_in_a_collective_ends_the_task(tmp_path: Path, call: str, name: str, strategy: str) -> None:
     statuses, cluster = run(tmp_path, call=call, strategy=strategy)
@@ -29,6 +30,7 @@ def test_one_rank_alone_in_a_collective_ends_the_task(tmp_path: Path, call: str,
 
 
 def test_one_rank_alone_tests_after_the_others_have_finished(tmp_path: Path) -> None:
+    """As scripts with ``if trainer.is_global_zero: trainer.test(...)`` do."""
     statuses, _cluster = run(tmp_path, call="test", place="after")
     assert statuses == {0} and len(list(tmp_path.glob("ended-*.json"))) == 2
 
@@ -49,8 +51,10 @@ def test_an_error_of_one_rank_after_the_training_fails_the_task(tmp_path: Path) 
     assert not over["succeeded"] and "OSError: no space for the exported model" in over["reason"]
 
 
-@pytest.mark.parametrize("strategy", ["unicron", "unicron_fsdp"])
-@pytest.mark.parametrize("place", ["batch", "validation", "epoch"])
+@pytest.mark.parametrize(
+    ("strategy", "place"),
+    [*product(["unicron", "unicron_fsdp"], ["batch", "validation", "epoch"]), ("unicron_megatron", "batch")],
+)
 def test_a_stop_of_one_rank_stops_all(tmp_path: Path, place: str, strategy: str) -> None:
     statuses, cluster = run(tmp_path, call="stop", place=place, strategy=strategy)
     assert statuses == {0}
