@@ -57,7 +57,7 @@ def _run(trainer: pl.Trainer, restore: Callable[[], None]) -> None:
     if trainer.limit_train_batches == 0 or loop.max_batches == 0:
         restore()
         return
-    if epochs.completed == epochs.processed and loop.done:  # the hooks of the end were being called
+    if epochs.completed == epochs.ready and loop.done:  # the hooks of the end were being called
         for name in ("on_train_start", "on_train_end"):
             call._call_callback_hooks(trainer, name)
             call._call_lightning_module_hook(trainer, name)
@@ -78,6 +78,8 @@ def _run(trainer: pl.Trainer, restore: Callable[[], None]) -> None:
             break
         finally:
             loop.on_iteration_done()
+    loop.epoch_loop.restarting = False  # a fit that had been stopped has no iteration, in which Lightning does it
+    loop.epoch_loop.on_iteration_done()
     loop.on_run_end()
 
 

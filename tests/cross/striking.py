@@ -76,7 +76,7 @@ class Strikes(pl.Callback):
         """Wait until the replacement of a worker that has died may be admitted, or all are there at the start."""
         self._trainer = trainer
         died = len(self._died()) + len(list(self._folder.glob("came-*")))
-        begins = self._first and self.fit == 1 and trainer.global_step == 0 and not died
+        begins = self._first and self.fit == 1 and not died
         self._first = False
         if not begins and (self._replaces or not self._case.waits or died <= self._expected):
             return

@@ -32,6 +32,8 @@ KEPT = {
         "strikes": [{"step": 7, "rank": 0}]}""",
     "dies_before_the_last_versions_are_complete": """{"script": {"saves": "folder"},
         "strikes": [{"step": 1, "point": "on_train_end", "rank": 0}]}""",
+    "first_fit_stopped_within_an_epoch": """{"script": {"hooks": ["stop"], "saves": "model", "fits": 2,
+        "resumes": true}, "strikes": [{"fit": 2, "step": 8, "rank": -1}]}""",
     "weights_changed_after_a_validation": """{"script": {"strategy": "unicron_fsdp", "hooks": ["scaled_weights"],
         "validation": "epoch"}, "strikes": [{"step": 8}], "plain": true}""",
 }

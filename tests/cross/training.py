@@ -242,7 +242,11 @@ def written(folder: Path, other: Path | None = None) -> dict[str, Any]:
             rows[str(path.relative_to(folder))] = [_row(row) for row in csv.DictReader(lines)]
     return {
         "rows": rows,
-        "kept": sorted(str(path.relative_to(folder)) for path in paths if path.parent.name == "saved"),
+        "kept": sorted(
+            str(path.relative_to(folder))
+            for path in paths
+            if path.parent.name == "saved" and not path.name.startswith("last-pause-")  # no callback's
+        ),
     }
 
 
