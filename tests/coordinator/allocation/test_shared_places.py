@@ -175,8 +175,9 @@ def go_on(agent: FakeAgent) -> None:
 
 
 def _known(world: World, fake: FakeAgent) -> dict[str, object]:
+    """The agents of a task; none of one that is over: its workers end by themselves, before others pass the lock."""
     task = world.machine.tasks.get(fake.task)
-    return {} if task is None else dict(task.agents)
+    return {} if task is None or task.over is not None else dict(task.agents)
 
 
 SharedPlaces.TestCase.settings = settings(

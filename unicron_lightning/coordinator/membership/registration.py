@@ -354,7 +354,6 @@ def _take_new(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> N
     if message.waiting and message.store is not None:
         slots.begin_rendezvous(task, turn, agent, wire.RendezvousBegin(round=message.round, store=message.store))
     elif message.granted:
-        agent.stopping = True  # until then its place is not free for another task
         turn.send(agent, wire.Stop(reason="the node was lost to the task: rendezvous again"))
 
 
