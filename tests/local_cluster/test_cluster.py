@@ -147,7 +147,7 @@ def test_errors_quote_what_was_given(tmp_path: Path) -> None:
         LocalCluster([TOY], separable=True)
     started = time.monotonic()
     with pytest.raises(
-        CoordinatorUnavailable, match=r"exited with status 1: coordinator: detection.beat: Value 'often'"
+        CoordinatorUnavailable, match=r"exited with status 1: coordinator: detection.beat='often': expected a number"
     ):
         LocalCluster(coordinator=["detection.beat=often"], folder=tmp_path).start()
     assert time.monotonic() - started < 30
