@@ -29,8 +29,8 @@ _ADOPTION_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.0005
 
 
-class Worker(NamedTuple):
-    """A forked process' task."""
+class Program(NamedTuple):
+    """What a forked process runs."""
 
     command: list[str]
     environment: dict[str, str]
@@ -80,7 +80,7 @@ def problem() -> str | None:
     return None
 
 
-def serve(link: socket.socket, agent: int) -> Worker:
+def serve(link: socket.socket, agent: int) -> Program:
     """Answer requests; return in each worker. The process ends with the agent's end of the link."""
     while True:
         content, files, _, _ = socket.recv_fds(link, len(FORK), FILES)
@@ -112,7 +112,7 @@ def _request(file: int) -> Any:
         return json.load(text)
 
 
-def _adopted(files: list[int], agent: int) -> Worker:
+def _adopted(files: list[int], agent: int) -> Program:
     """Wait until the agent is this process' parent and lets it begin; exit otherwise."""
     deadline = time.monotonic() + _ADOPTION_SECONDS
     while os.getppid() != agent:  # to be tied before that is to end with the process in between
@@ -134,7 +134,7 @@ def _adopted(files: list[int], agent: int) -> Worker:
             os._exit(1)
     except OSError:
         os._exit(1)
-    return Worker(request["command"], request["environment"], link)
+    return Program(request["command"], request["environment"], link)
 
 
 def main() -> None:
