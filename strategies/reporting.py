@@ -100,7 +100,7 @@ def report_exception(control: Control | None, error: BaseException, engine: Engi
     elif control is not None and isinstance(error, Exception):
         told = describe(error)
         phase = told.phase if told.phase in BETWEEN else activity.now.phase  # a hook may be called anywhere
-        first = phase not in activity.passed if phase in BETWEEN else not activity.stepped
+        first = phase in BETWEEN and phase not in activity.passed
         details = {**told.details, "first": True} if first else told.details
         control.report(told.kind, told.cause, phase=told.phase, step=step, details=details, ends=True)
 

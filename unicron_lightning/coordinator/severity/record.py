@@ -33,9 +33,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     place: str = ""
     """``fault`` without the step."""
     first: bool = False
-    """Whether it was raised before its process had passed a step, or in a phase between steps, e.g. a validation, that
-    its process had not passed before.
-    """
+    """Whether it was raised in a phase between steps, e.g. a validation, that its process had not passed before."""
     frames: tuple[str, ...] = ()
     """The last frames of an exception, the innermost last."""
     output: tuple[str, ...] = ()

@@ -269,8 +269,8 @@ RULES: Final = (
         name="the program fails",
         on="judged",
         when="two lives, or two rounds of one agent before any worker trained, ended by the same exception of the "
-        "program: type, place and step; or two workers in a row of one agent, the second before the end of its first "
-        "step, validation, test, prediction, checkpoint or end of a data epoch: type and place",
+        "program: type, place and step; or two workers in a row of one agent, the second in its first validation, "
+        "test, prediction, checkpoint or end of a data epoch: type and place",
         holds=lambda case: case.record.repeated is not None and not case.view.trial,
         action="stop",
         then="the task ends, with its diagnosis and the traceback",

@@ -238,8 +238,8 @@ def _judge(record: SeverityRecord, step: int, limits: Limits, view: FailureConte
 def _compare(record: SeverityRecord, failure: Failure) -> None:
     """Compare a member's failure with the last one of its agent.
 
-    A worker that raises in its first step or validation as its predecessor did will be replaced again and again,
-    however many steps the others finish meanwhile.
+    A worker that raises in its first validation as its predecessor did will be replaced again and again, however many
+    steps the others finish meanwhile.
     """
     if failure.worker is None or failure.kind == "lost_connection":
         return

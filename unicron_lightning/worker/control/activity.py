@@ -114,8 +114,6 @@ class Activity:
         """Start of the step in progress, i.e. the time of the last commit."""
         self.passed: set[Phase] = set()
         """Phases between steps that this process has passed."""
-        self.stepped = False
-        """Whether this process has passed a step, with the hooks after it."""
         self.evaluated: deque[float] = deque(maxlen=_EVALUATED)
         """Seconds of the last batches of validations, without those in which this rank waited."""
         self._times: dict[str, float] = {}
@@ -130,7 +128,6 @@ class Activity:
         core = self._note(before, now)
         if before.phase in BETWEEN and phase != before.phase:
             self.passed.add(before.phase)
-        self.stepped = self.stepped or (phase == "boundary" and self.step > 0)
         if before.phase == "validation" and before.micro_batch >= 0 and self.waits_since < before.since:
             self.evaluated.append(now - before.since)
         self.now = Moment(phase, now, core, before.steady and phase not in UNSETTLING, False, micro_batch, self._waited)
