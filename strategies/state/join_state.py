@@ -389,14 +389,17 @@ def _settings(trainer: pl.Trainer) -> list[tuple[Any, Sequence[str]]]:
 
 
 def _settings_of(trainer: pl.Trainer) -> list[dict[str, Any]]:
-    return [{name: getattr(owner, name) for name in names} for owner, names in _settings(trainer)]
+    """Return the settings; a trainer that validates by the clock lacks one of them."""
+    return [
+        {name: getattr(owner, name) for name in names if hasattr(owner, name)} for owner, names in _settings(trainer)
+    ]
 
 
 def _set_settings(trainer: pl.Trainer, known: Sequence[dict[str, Any]]) -> None:
     """Set what `_settings_of` gave on a member."""
     for (owner, _), values in zip(_settings(trainer), known, strict=False):
         for name, value in values.items():
-            now = getattr(owner, name)
+            now = getattr(owner, name, None)
             setattr(owner, name, type(now)(value) if isinstance(now, Enum) and value is not None else value)
 
 
