@@ -476,12 +476,21 @@ def test_a_coordinator_that_cannot_be_started_again_ends_no_training(bench: Benc
         handler.shutdown()
 
 
-@pytest.mark.parametrize("seconds", [30.0, 0.1])
+@pytest.mark.parametrize(("seconds", "answers"), [(30.0, []), (0.1, []), (30.0, [False, True])])
 def test_a_first_coordinator_that_cannot_be_started_is_an_error_at_once(
-    seconds: float, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: float, answers: list[bool], bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if its process takes longer than expected to come up, on a busy machine: it is not started twice."""
+    """Also if its process takes longer than expected to come up, on a busy machine, or is seen to listen before it
+    fails: it is not started twice.
+    """
     monkeypatch.setattr(embedded, "START_SECONDS", seconds)
+    first, look = iter(answers), embedded.EmbeddedCoordinator._answers
+
+    async def answering(coordinator: embedded.EmbeddedCoordinator) -> bool:
+        known = next(first, None)
+        return await look(coordinator) if known is None else known
+
+    monkeypatch.setattr(embedded.EmbeddedCoordinator, "_answers", answering)
     (tmp_path / "coordinator.sqlite").mkdir()
     with FakeCoordinator().serving() as gone:
         bench.fake = gone

@@ -54,7 +54,10 @@ class EmbeddedCoordinator:
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._starting = False
-        """Whether the process has neither answered nor ended since it was started."""
+        """Whether no session has stood since the process was started. One that answers is maybe about to fail: it
+        takes the port before it reads its state."""
+        self._ending: list[subprocess.Popen[bytes]] = []
+        """Processes that were replaced, and maybe have not ended."""
         self._foreign = False
         self._awaiting = False
         """Whether it was logged that an operator's coordinator is awaited."""
@@ -64,7 +67,7 @@ class EmbeddedCoordinator:
 
     def met(self, *, started_by_agent: bool) -> None:
         """Record that a coordinator runs; an operator's, or one that keeps its state elsewhere, is not this agent's."""
-        self._delay, self._not_before = FIRST_DELAY_SECONDS, 0.0
+        self._delay, self._not_before, self._starting = FIRST_DELAY_SECONDS, 0.0, False
         self._foreign = not (started_by_agent and _locked(self._options.state_dir / "lock"))
 
     async def ensure(self) -> None:
@@ -126,21 +129,25 @@ class EmbeddedCoordinator:
                 process.kill()
 
     def reap(self) -> None:
-        """Collect the exit status of a coordinator that this agent started and that has ended."""
-        if self._process is not None and not self._starting and self._process.poll() is not None:
+        """Collect the exit statuses of coordinators that this agent started and that have ended."""
+        self._ending = [process for process in self._ending if process.poll() is None]
+        if self._process is not None and self._process.poll() is not None and not self._starting:
             self._process = None
 
     def release(self) -> None:
         """Detach from the coordinator, which continues after this agent exits."""
         self.reap()
-        if self._process is not None:
-            self._process.returncode = 0  # keeps Popen's finaliser from warning of a process that is meant to continue
-            self._process = None
+        for process in (*self._ending, self._process):
+            if process is not None:
+                process.returncode = 0  # keeps Popen's finaliser from warning of a process that is meant to continue
+        self._ending, self._process = [], None
 
     async def _start(self) -> None:
         log = self._options.state_dir / _LOG_NAME
         process = self._process
         if process is None or not self._starting:  # else: on a busy machine it is still on its way
+            if process is not None:
+                self._ending.append(process)
             process = self._process = _spawn(self._options, log)
             self._starting = True
             logger.info("coordinator_started endpoint=%s pid=%d log=%s", self._options.endpoint, process.pid, log)
@@ -148,9 +155,8 @@ class EmbeddedCoordinator:
         while time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
             status = process.poll()
-            answers = await self._answers()
-            self._starting = status is None and not answers
-            if answers or status == 0:
+            self._starting = status is None
+            if status == 0 or await self._answers():
                 return
             if status:
                 raise CoordinatorUnavailable(
