@@ -108,7 +108,7 @@ bench: $(READY)
 	@$(BIN)/python benchmarks/run.py
 
 experiments: $(READY)
-	@$(BIN)/python -m unicron_lightning.simulate.experiments
+	@$(BIN)/python benchmarks/experiments/document.py
 
 import-cost: $(READY)
 	@$(BIN)/python benchmarks/import_cost.py

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import baseline
 import pytest
 from simulate.scenes import CLUSTER, costs, task
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate import baseline
 from unicron_lightning.simulate.calibration import moved
 from unicron_lightning.simulate.cases import at_their_best, composed
 from unicron_lightning.simulate.output.pictures import WafCurve

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import document as experiments
 import pytest
 from PIL import Image
 
-from unicron_lightning.simulate import experiments
 from unicron_lightning.simulate.cases import at_our_worst, at_their_best, cases_of, composed, for_nothing, run, swings
 from unicron_lightning.simulate.output.pictures import sweep_picture, tornado_picture
 

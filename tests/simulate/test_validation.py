@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+import physics
 import pytest
+import validation
 from simulate.traces.test_generate import preset
 
-from unicron_lightning.simulate import physics, validation
 from unicron_lightning.simulate.cases import run
 from unicron_lightning.simulate.trace import SimCluster
 from unicron_lightning.simulate.traces.config import read_trace

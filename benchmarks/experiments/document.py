@@ -1,6 +1,6 @@
 """``make experiments``: run all experiments of docs/simulator-results.md, and write it with its pictures.
 
-    python -m unicron_lightning.simulate.experiments [--docs docs] [--only NAME ...] [--seeds N] [--processes N]
+    python benchmarks/experiments/document.py [--docs docs] [--only NAME ...] [--seeds N] [--processes N]
 
 Each experiment is a list of cases, a table and optionally a picture. Cases run in the requested number of processes.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from unicron_lightning.simulate.baseline import (
+from baseline import (
     RANGE_TEXT,
     SPEEDS_TEXT,
     baseline_cases,
@@ -25,6 +25,10 @@ from unicron_lightning.simulate.baseline import (
     show_speeds,
     speed_cases,
 )
+from physics import PHYSICS_TEXT, physics_cases, show_physics
+from process_pool import processes
+from validation import VALIDATION_TEXT, show_validation, validation_cases
+
 from unicron_lightning.simulate.cases import (
     SimulationCase,
     at_our_worst,
@@ -44,9 +48,6 @@ from unicron_lightning.simulate.output.pictures import (
 )
 from unicron_lightning.simulate.output.summaries import Row, summary, with_ratio
 from unicron_lightning.simulate.output.tables import as_markdown
-from unicron_lightning.simulate.physics import PHYSICS_TEXT, physics_cases, show_physics
-from unicron_lightning.simulate.process_pool import processes
-from unicron_lightning.simulate.validation import VALIDATION_TEXT, show_validation, validation_cases
 
 ALL: Final = ("unicron", "megatron", "oobleck", "varuna", "bamboo", "torchft", "inprocess")
 ABLATIONS: Final = (
@@ -427,7 +428,7 @@ def simulated(cases: Sequence[SimulationCase], num_processes: int | None) -> Ite
 
 def main(arguments: list[str] | None = None) -> None:
     """Run experiments and write the document."""
-    parser = argparse.ArgumentParser(prog="python -m unicron_lightning.simulate.experiments", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python benchmarks/experiments/document.py", description=__doc__)
     parser.add_argument(
         "--docs", type=Path, default=Path("docs"), help="where to write simulator-results.md and images/"
     )
