@@ -89,3 +89,9 @@ def test_a_task_too_large_for_the_cluster_is_named() -> None:
 def test_of_equal_subsets_the_one_that_runs() -> None:
     tasks = [task(name, [0.0, 0.0, 5.0], may_pause=False) for name in ("a", "b", "c")]
     assert solve(cluster(tasks, 2, allocation={"b": 2})).infeasible == ("a", "c")
+
+
+def test_subsets_of_equal_sums_are_equal() -> None:
+    values = {"a": (1, 5.0), "b": (3, 4.0), "c": (2, 0.5), "d": (2, 1.5), "e": (2, 2.5)}
+    tasks = [task(name, [0.0] * size + [flops] * 9, may_pause=False) for name, (size, flops) in values.items()]
+    assert solve(cluster(tasks, 5, allocation={"e": 2})).infeasible == ("b", "c")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from unicron_lightning.planner.state import ClusterState
 
 _VALUE_BITS = 44
-"""Number of bits to which F is rounded, relative to the sum of all."""
+"""Number of bits to which F is rounded, relative to the power of two above the sum of all."""
 
 
 def must_pause(state: ClusterState) -> tuple[str, ...]:
@@ -37,10 +37,11 @@ def must_pause(state: ClusterState) -> tuple[str, ...]:
 
 def _best_subset(state: ClusterState, curves: list[Curve], num_units: int) -> list[Curve]:
     """Solve a knapsack: the curves with the largest sum of F at their minimums."""
-    total = math.fsum(float(curve.waf[0]) for curve in curves)
+    # A power of two, so that rounding keeps equal sums of short values equal.
+    _, exponent = math.frexp(math.fsum(float(curve.waf[0]) for curve in curves))
     columns = []
     for curve in curves:
-        value = round(math.ldexp(float(curve.waf[0]) / total, _VALUE_BITS)) * (len(curves) + 1)
+        value = round(math.ldexp(float(curve.waf[0]), _VALUE_BITS - exponent)) * (len(curves) + 1)
         key = value + (state.allocation.get(curve.task.name, 0) > 0)
         units = np.array([0, int(curve.workers[0]) // state.unit], dtype=np.int64)
         columns.append(Column(units=units, keys=np.array([0, key], dtype=np.int64)))
