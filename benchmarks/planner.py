@@ -49,6 +49,7 @@ from unicron_lightning.planner.solver import columns_of, solve
 from unicron_lightning.planner.state import ClusterState
 from unicron_lightning.planner.table import PlanTable
 from unicron_lightning.planner.task import PlanTask
+from unicron_lightning.terms import Terms
 
 SIZES = {"small": (128, 6, 1), "medium": (2048, 64, 1), "large": (12_500, 256, 8)}
 """Units, tasks, workers per unit."""
@@ -112,7 +113,7 @@ def situation(kind: str, size: str) -> ClusterState:
             name=f"task{number:03}",
             performance=Given(shape(kind, num_units + 1, num_units / num_tasks, random), unit),
             transition_seconds=float(random.choice([30.0, 60.0, 120.0])),
-            weight=1.0 if same else float(random.choice([0.5, 1.0, 2.0, 3.0])),
+            terms=Terms(weight=1.0 if same else float(random.choice([0.5, 1.0, 2.0, 3.0]))),
         )
         curves.append(Curve.of(task, unit, (num_units + 1) * unit))
     return ClusterState(

@@ -30,6 +30,7 @@ from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.run import simulate
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask
+from unicron_lightning.terms import Terms
 
 NUM_NODES = 5
 WEIGHTS = {"heavy": 2.0, "light": 1.0}
@@ -236,7 +237,8 @@ def predict(measured: Measured) -> dict[str, float]:
             for size, seconds in sorted(_all_sizes(name, measured).items())
         )
         speed = MeasuredTable(points=points)
-        tasks.append(SimTask(name=name, performance=speed, flops_per_step=1.0, weight=weight, max_workers=WHOLE[name]))
+        terms = Terms(weight=weight, max_workers=WHOLE[name])
+        tasks.append(SimTask(name=name, performance=speed, flops_per_step=1.0, terms=terms))
     result = simulate("unicron", SimCluster(num_nodes=NUM_NODES, workers_per_node=1), tasks, trace(), costs(measured))
     return {name: each.flops for name, each in result.tasks.items()}
 

@@ -27,6 +27,7 @@ from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.run import POLICIES, simulate
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask
+from unicron_lightning.terms import Terms
 
 DAY = 86400.0
 NODE_WORKERS = 8
@@ -80,9 +81,11 @@ def tasks_of(size: Size) -> list[SimTask]:
             name=f"task{number:03d}",
             performance=SublinearModel(rate=4e14, exponent=0.97),
             flops_per_step=4e14 * share * 5.0,
-            weight=1.0 + number % 3,
-            min_workers=max(NODE_WORKERS, share // 2),
-            max_workers=2 * share if size.tasks > 1 else None,
+            terms=Terms(
+                weight=1.0 + number % 3,
+                min_workers=max(NODE_WORKERS, share // 2),
+                max_workers=2 * share if size.tasks > 1 else None,
+            ),
         )
         for number in range(size.tasks)
     ]

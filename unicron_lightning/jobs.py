@@ -6,12 +6,13 @@ import math
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from unicron_lightning import environ
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.terms import Terms
 from unicron_lightning.wire.fields import MOST_WEIGHT, shortened
 from unicron_lightning.wire.replicas import Layout
 
@@ -138,6 +139,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             return None
         tensor, *pipeline = self.layouts[max(named)]
         return Layout(tensor=tensor, pipeline=pipeline[0] if pipeline else 1, sharded=not pipeline)
+
+
+def stating(terms: Terms) -> dict[str, Any]:
+    """Return the fields of a job that has these terms in slots; workers report their granularity themselves."""
+    stated = dict(vars(terms))
+    del stated["granularity"]
+    return {"min_nodes": stated.pop("min_workers"), "max_nodes": stated.pop("max_workers"), **stated}
 
 
 def problem(job: Job) -> str | None:

@@ -313,7 +313,7 @@ def share(question: Question) -> dict[str, int]:
     """Plan for tests: minimums first (of running tasks before others), the rest to the heaviest per place."""
     result = {task.name: 0 for task in question.tasks}
     left = question.num_places
-    for task in sorted(question.tasks, key=lambda task: (not task.runs, -task.weight, task.name)):
+    for task in sorted(question.tasks, key=lambda task: (not task.runs, -task.terms.weight, task.name)):
         if task.min_places <= min(left, task.max_places):
             result[task.name] = task.min_places
             left -= task.min_places
@@ -321,7 +321,7 @@ def share(question: Question) -> dict[str, int]:
         open_to = [task for task in question.tasks if 0 < result[task.name] < task.max_places]
         if not open_to:
             break
-        best = max(open_to, key=lambda task: (task.weight / result[task.name], task.name))
+        best = max(open_to, key=lambda task: (task.terms.weight / result[task.name], task.name))
         result[best.name] += 1
         left -= 1
     return result

@@ -15,6 +15,7 @@ from unicron_lightning.planner.plan import Plan, reward_of
 from unicron_lightning.planner.reward import Curve
 from unicron_lightning.planner.state import ClusterState
 from unicron_lightning.planner.task import PlanTask
+from unicron_lightning.terms import Terms
 
 NAMES = ("ada", "bo", "cy", "dee", "eve", "flo", "gus", "hal")
 
@@ -40,8 +41,10 @@ class Given:
 
 
 def task(name: str, flops: Sequence[float], **rest: object) -> PlanTask:
-    """A task that achieves ``flops[x]`` on x workers."""
-    return PlanTask(**{"name": name, "performance": Given(tuple(flops)), "transition_seconds": 1.0} | rest)
+    """A task that achieves ``flops[x]`` on x workers; of ``rest``, the names of terms are its terms."""
+    terms = Terms(**{each.name: rest.pop(each.name) for each in dataclasses.fields(Terms) if each.name in rest})
+    given = {"name": name, "performance": Given(tuple(flops)), "transition_seconds": 1.0, "terms": terms}
+    return PlanTask(**given | rest)
 
 
 def cluster(tasks: Sequence[PlanTask], num_workers: int, reach: int = 0, **rest: object) -> ClusterState:
@@ -55,7 +58,7 @@ def cluster(tasks: Sequence[PlanTask], num_workers: int, reach: int = 0, **rest:
 def options(state: ClusterState, curve: Curve) -> list[int]:
     """Every number of workers that a task may have."""
     sizes = [int(x) for x in curve.workers if x <= state.num_workers]
-    return [0, *sizes] if curve.task.may_pause else sizes
+    return [0, *sizes] if curve.task.terms.may_pause else sizes
 
 
 def every_plan(state: ClusterState) -> Iterator[Plan]:

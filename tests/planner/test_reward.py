@@ -74,7 +74,7 @@ def test_a_curve_is_named_by_what_plans_follow_from() -> None:
         {"may_pause": False},
         {"performance": Learning((0, 1, 2))},
     ):
-        assert Curve.of(dataclasses.replace(known, **change), 1, 2).digest != digest, change
+        assert Curve.of(task(**{"name": "a", "flops": [0, 1, 2], **change}), 1, 2).digest != digest, change
     assert Curve.of(known, 2, 2).digest != digest
     assert Curve.of(known, 1, 3).digest != digest
 

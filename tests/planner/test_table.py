@@ -89,8 +89,9 @@ def changes(state: ClusterState) -> dict[str, ClusterState]:
     shifted = dict(state.allocation)
     giver = next(iter(shifted))
     shifted[giver] -= 1
-    heavier = Curve.of(dataclasses.replace(first.task, weight=first.task.weight * 1.01), 1, first.num_workers)
-    slower = Curve.of(dataclasses.replace(first.task, transition_seconds=1e3), 1, first.num_workers)
+    terms = replace(first.task.terms, weight=first.task.terms.weight * 1.01)
+    heavier = Curve.of(replace(first.task, terms=terms), 1, first.num_workers)
+    slower = Curve.of(replace(first.task, transition_seconds=1e3), 1, first.num_workers)
     return {
         "workers": replace(state, num_workers=41),
         "allocation": replace(state, allocation=shifted),

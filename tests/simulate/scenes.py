@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields
 from typing import Any
 
 from unicron_lightning.planner.performance.sublinear import SublinearModel
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask
+from unicron_lightning.terms import Terms
 
 CLUSTER = SimCluster(num_nodes=6, workers_per_node=4)
 HARDWARE = ("lost_connection", "ecc_error")
@@ -16,9 +18,15 @@ SOFTWARE = ("exited_abnormally", "task_hang", "cuda_error", "connection_failed")
 
 
 def task(name: str, **changes: Any) -> SimTask:
-    """Create a task with 1 FLOP/s per worker, a step of 240 FLOP, and at least one node of `CLUSTER`."""
-    given = {"performance": SublinearModel(rate=1.0, exponent=1.0), "flops_per_step": 240.0, "min_workers": 4}
-    return SimTask(name=name, **{**given, **changes})
+    """Create a task with 1 FLOP/s per worker, a step of 240 FLOP, and at least one node of `CLUSTER`.
+
+    Args:
+        name: its name.
+        changes: fields, and terms by their names.
+    """
+    terms = {each.name: changes.pop(each.name) for each in fields(Terms) if each.name in changes}
+    given = {"performance": SublinearModel(rate=1.0, exponent=1.0), "flops_per_step": 240.0}
+    return SimTask(name=name, terms=Terms(**{"min_workers": 4, **terms}), **{**given, **changes})
 
 
 def two_tasks() -> list[SimTask]:

@@ -182,7 +182,7 @@ def test_a_larger_model_takes_longer_to_load_to_move_and_to_save() -> None:
     }
     given = read_calibration({"common": {"load": 60.0, "state": 5.0}, "megatron": system}).of("megatron")
     cluster = replace(CLUSTER, storage_gigabytes_per_second=2.0, peer_gigabytes_per_second=1.0)
-    large = task("t", state_gigabytes=400.0, quantum=4)
+    large = task("t", state_gigabytes=400.0, granularity=4)
     sized = given.sized(*cluster.transfer_seconds(large))
     assert given.takes("restart") == 70.0 and sized.takes("restart") == 10.0 + 200.0
     assert given.takes("join") == 15.0 and sized.takes("join") == 10.0 + 100.0

@@ -31,7 +31,7 @@ def test_presets_for_128_workers_run_all_their_tasks(name: str) -> None:
     shares = optimum(tasks, cluster.num_places, cluster.place_workers)
     assert min(shares.values()) >= 1
     assert sum(shares.values()) == 16
-    weights = {task.weight for task in tasks}
+    weights = {task.terms.weight for task in tasks}
     sizes = {task.flops_per_step for task in tasks}
     assert (len(weights) > 1, len(sizes) > 1) == {
         "six": (True, True),
@@ -51,7 +51,7 @@ def test_tasks_come_and_go() -> None:
 
 def test_llama3_has_the_published_speed() -> None:
     cluster, (task,) = scene(preset("llama3"), SizeConfig())
-    assert (cluster.num_workers, task.max_workers) == (16_384 + 1024, 16_384)
+    assert (cluster.num_workers, task.terms.max_workers) == (16_384 + 1024, 16_384)
     assert task.throughput(16_384) == pytest.approx(16_384 * 400e12)
     # 16 M tokens of 405 B parameters: 6 FLOPs each.
     assert task.flops_per_step == pytest.approx(6 * 405e9 * 16e6, rel=0.01)
@@ -68,7 +68,7 @@ def test_a_file_for_the_planner_is_a_workload(tmp_path: Path) -> None:
     cluster, tasks = scene(WorkloadConfig(name="own", file="cluster.yaml"), SizeConfig(), tmp_path)
     assert (cluster.num_nodes, cluster.workers_per_node) == (16, 8)
     measured = {task.name: task for task in tasks}["measured"]
-    assert (measured.weight, measured.quantum, measured.max_workers) == (1.5, 8, 32)
+    assert (measured.terms.weight, measured.terms.granularity, measured.terms.max_workers) == (1.5, 8, 32)
     assert measured.throughput(16) == pytest.approx(16 * 141e12)
 
 
@@ -81,6 +81,7 @@ def test_a_file_for_the_planner_is_a_workload(tmp_path: Path) -> None:
         ({"cluster": NODES, "tasks": {"x": {"performance": TABLE, "wait": 1}}}, {}, r"x.wait=1: unknown key"),
         ({"cluster": NODES, "tasks": {"x": {"performance": {}}}}, {}, r"given by nothing: expected exactly one"),
         ({"cluster": NODES, "tasks": {"x": {"performance": TABLE, "copies": 0}}}, {}, r"copies=0"),
+        ({"cluster": NODES, "tasks": {"x": {"performance": TABLE, "quantum": 0}}}, {}, r"quantum=0"),
         ({"cluster": NODES, "tasks": {"x": {"performance": TABLE}}}, {"cell": 3}, r"cell=3: expected a divisor"),
         (
             {"cluster": NODES, "tasks": {"x": {"performance": TABLE, "min_workers": 4}}},

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from simulate.scenes import task
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.performance.sublinear import SublinearModel
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault, order
-from unicron_lightning.simulate.workload import SimTask
 
 
 def test_faults_of_one_moment_have_one_order():
@@ -41,9 +41,9 @@ def test_faults_of_one_moment_have_one_order():
         (lambda: Costs(system="s", detection={"default": 1.0, "flood": 1.0}, change={}), "flood"),
         (lambda: Costs(system="s", detection={"default": -1.0}, change={}), "-1.0"),
         (lambda: Costs(system="s", detection={"default": 1.0}, change={}).takes("join"), "join"),
-        (lambda: task(weight=0.0), "weight=0.0"),
-        (lambda: task(arrival=5.0, departure=5.0), "departure=5.0"),
-        (lambda: task(min_workers=4, max_workers=2), "max_workers=2"),
+        (lambda: task("t", weight=0.0), "weight=0.0"),
+        (lambda: task("t", arrival=5.0, departure=5.0), "departure=5.0"),
+        (lambda: task("t", min_workers=4, max_workers=2), "max_workers=2"),
     ],
 )
 def test_what_cannot_be_is_refused_by_value(make, said):
@@ -51,12 +51,8 @@ def test_what_cannot_be_is_refused_by_value(make, said):
         make()
 
 
-def task(**changes) -> SimTask:
-    given = {"name": "t", "performance": SublinearModel(rate=2.0, exponent=1.0), "flops_per_step": 16.0, **changes}
-    return SimTask(**given)
-
-
 def test_a_task_uses_whole_quanta_between_its_limits():
-    elastic = task(quantum=4, min_workers=8, max_workers=16)
+    speed = SublinearModel(rate=2.0, exponent=1.0)
+    elastic = task("t", performance=speed, flops_per_step=16.0, granularity=4, min_workers=8, max_workers=16)
     assert [elastic.throughput(x) for x in (7, 8, 11, 12, 99)] == [0.0, 16.0, 16.0, 24.0, 32.0]
     assert elastic.step_seconds(8) == 1.0 and elastic.step_seconds(4) == float("inf")

@@ -150,7 +150,7 @@ def neighbours(state: ClusterState, curve: Curve, num_workers: int) -> tuple[int
     below = int(np.searchsorted(curve.workers, num_workers))
     above = int(np.searchsorted(curve.workers, num_workers, side="right"))
     smaller = int(curve.workers[below - 1]) if below else None
-    if smaller is None and num_workers and curve.task.may_pause:
+    if smaller is None and num_workers and curve.task.terms.may_pause:
         smaller = 0
     larger = int(curve.workers[above]) if above < len(curve.workers) else None
     return smaller, larger if larger is not None and larger <= state.num_workers else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -83,7 +83,7 @@ class Curve:
             unit=unit,
             num_workers=num_workers,
             workers=sizes[runs],
-            waf=task.weight * flops[runs],
+            waf=task.terms.weight * flops[runs],
             layouts=np.array([task.layout(int(x)) for x in known], dtype=np.int64),
         )
 
@@ -100,7 +100,7 @@ class Curve:
 
     def waf_at(self, num_workers: int) -> float:
         """F(t,x) [FLOP/s] for any x, including sizes that no plan would give but that a task may have had before."""
-        if num_workers < self.task.min_workers:
+        if num_workers < self.task.terms.min_workers:
             return 0.0
         if (known := self._looked_up.get(num_workers)) is not None:
             return known
@@ -114,7 +114,7 @@ class Curve:
         if not (math.isfinite(flops) and flops >= 0):
             given = f"throughput({num_workers}) is {flops!r}"
             raise ValueError(f"task {self.task.name!r}: {given}: expected FLOP/s, finite, 0 or more")
-        return self.task.weight * flops
+        return self.task.terms.weight * flops
 
     @cached_property
     def waf_peak(self) -> float:
@@ -129,18 +129,9 @@ class Curve:
     @cached_property
     def digest(self) -> bytes:
         """Digest of the contents: equal for curves that lead to the same plans."""
-        task = self.task
-        terms = (
-            task.name,
-            task.weight,
-            task.transition_seconds,
-            task.min_workers,
-            task.may_pause,
-            task.caution,
-            task.relayout_seconds,
-            self.unit,
-        )
-        content = hashlib.blake2b(repr((*terms, self.num_workers)).encode(), digest_size=16)
+        # All of the task, but for its performance model, of which a plan knows these results only.
+        values = [getattr(self.task, each.name) for each in fields(self.task) if each.name != "performance"]
+        content = hashlib.blake2b(repr((values, self.unit, self.num_workers)).encode(), digest_size=16)
         content.update(self.workers.tobytes())
         content.update(self.waf.tobytes())
         content.update(self.layouts.tobytes())

@@ -51,16 +51,7 @@ def columns_of(state: ClusterState, paused: tuple[str, ...], price: int) -> list
         paused: tasks that have to be paused.
         price: c, see `unicron_lightning.planner.quantum`.
     """
-    return [
-        column(
-            state,
-            curve,
-            price=price,
-            may_pause=curve.task.may_pause or curve.task.name in paused,
-            may_run=curve.task.name not in paused,
-        )
-        for curve in state.tasks
-    ]
+    return [column(state, curve, price=price, paused=curve.task.name in paused) for curve in state.tasks]
 
 
 def _around_pivot(state: ClusterState, columns: list[Column]) -> Variant:

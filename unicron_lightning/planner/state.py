@@ -77,7 +77,7 @@ class ClusterState:
             if value < least:
                 raise ValueError(f"{name}={value!r}: expected at least {least}")
         for curve in (*self.tasks, *self.queued):
-            most = curve.task.max_workers
+            most = curve.task.terms.max_workers
             wanted = self.num_workers if most is None else min(self.num_workers, most)
             if curve.unit != self.unit or curve.num_workers < wanted:
                 given = f"the curve of {curve.task.name!r} is for units of {curve.unit} and {curve.num_workers} workers"

@@ -105,7 +105,7 @@ def foreseen(state: ClusterState) -> list[Event]:
 
 def _knows(state: ClusterState, num_workers: int) -> bool:
     """Whether all curves cover the sizes that tasks could have with ``num_workers`` workers."""
-    limits = ((curve.num_workers, curve.task.max_workers) for curve in (*state.tasks, *state.queued))
+    limits = ((curve.num_workers, curve.task.terms.max_workers) for curve in (*state.tasks, *state.queued))
     return all(known >= num_workers or (most is not None and known >= most) for known, most in limits)
 
 
@@ -166,8 +166,7 @@ class _Case:
 
 def _column(state: ClusterState, index: int, paused: tuple[str, ...], price: int) -> Column:
     curve = state.tasks[index]
-    forced = curve.task.name in paused
-    made = column(state, curve, price=price, may_pause=curve.task.may_pause or forced, may_run=not forced)
+    made = column(state, curve, price=price, paused=curve.task.name in paused)
     # A task without options can neither run nor be paused: it ends, which is the event of all cases of the group.
     return made if len(made.units) else NOTHING
 

@@ -20,7 +20,7 @@ from unicron_lightning.simulate.clock import Clock, micros
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.policies.policy import Policy, Reaction, TaskSituation
 from unicron_lightning.simulate.result import SimulationResult
-from unicron_lightning.simulate.speeds import least_places
+from unicron_lightning.simulate.speeds import place_terms
 from unicron_lightning.simulate.trace import CORRUPTING, SLOWING, SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask
 
@@ -72,7 +72,8 @@ class Healing:
         self.clock = Clock()
         self.books = Books(cluster, tasks, trace, costs, self.clock)
         self.free = set(range(cluster.num_places))
-        self.jobs = {t.name: TaskState(task=t, least=least_places(t, cluster.place_workers)) for t in tasks}
+        in_places = {t.name: place_terms(t, cluster.place_workers, cluster.num_places) for t in tasks}
+        self.jobs = {t.name: TaskState(task=t, least=in_places[t.name].min_workers) for t in tasks}
         self._cell = cluster.cell
         self._owner: dict[int, str] = {}
         """Present or previous owner of each place."""

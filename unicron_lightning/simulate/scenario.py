@@ -20,6 +20,7 @@ from unicron_lightning.planner.performance.transformer import TransformerModel
 from unicron_lightning.sections import read_section
 from unicron_lightning.simulate.trace import SimCluster
 from unicron_lightning.simulate.workload import SimTask
+from unicron_lightning.terms import Terms
 
 HOUR = 3600.0
 _SCENES: dict[tuple[str, str, Path], tuple[SimCluster, tuple[SimTask, ...]]] = {}
@@ -71,8 +72,9 @@ class SimTaskConfig:
     """Hours between the arrivals of consecutive copies."""
 
     def __post_init__(self) -> None:
-        if self.copies < 1:
-            raise ConfigError(f"copies={self.copies}: expected a whole number of at least 1")
+        for name in ("copies", "quantum"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected a whole number of at least 1")
         if not (math.isfinite(self.stagger_hours) and self.stagger_hours >= 0):
             raise ConfigError(f"stagger_hours={self.stagger_hours}: expected hours, 0 or more")
 
@@ -186,10 +188,7 @@ def _tasks(name: str, config: SimTaskConfig, machines: PlanClusterConfig, folder
             name=name if config.copies == 1 else f"{name}-{copy}",
             performance=performance,
             flops_per_step=flops,
-            weight=config.weight,
-            min_workers=config.min_workers,
-            max_workers=config.max_workers,
-            quantum=config.quantum,
+            terms=Terms.of(config, granularity=config.quantum, may_pause=True),
             micro_batches=config.micro_batches,
             arrival=(config.arrival_hours + late) * HOUR,
             departure=None if config.departure_hours is None else (config.departure_hours + late) * HOUR,

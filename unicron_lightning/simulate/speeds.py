@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from unicron_lightning.simulate.workload import SimTask
+from unicron_lightning.terms import Terms
 
 if TYPE_CHECKING:
     from unicron_lightning.planner.performance.model import ParallelConfiguration
-    from unicron_lightning.planner.task import PlanTask
 
 
 class PlaceSpeed:
@@ -33,35 +34,19 @@ class PlaceSpeed:
 
     def configuration(self, num_workers: int) -> ParallelConfiguration | None:
         """Return the configuration with a number of places."""
-        usable = num_workers * self._place_workers // self._task.quantum * self._task.quantum
-        return self._task.performance.configuration(min(usable, self._task.max_workers or usable))
+        terms, workers = self._task.terms, num_workers * self._place_workers
+        usable = workers - workers % terms.granularity
+        return self._task.performance.configuration(min(usable, terms.max_workers or usable))
 
     def uncertainty(self, num_workers: int) -> float:
         """Return 0: the speeds of simulated tasks are exact."""
         return 0.0
 
 
-def least_places(task: SimTask, place_workers: int) -> int:
-    """Return the fewest places with which a task may run."""
-    quanta = -(-task.min_workers // task.quantum)
-    return max(1, -(-quanta * task.quantum // place_workers))
-
-
-def most_places(task: SimTask, place_workers: int, num_places: int) -> int:
-    """Return the most places whose workers a task can use, all or nearly all of them; at least the fewest."""
-    most = num_places if task.max_workers is None else -(-task.max_workers // place_workers)
-    return max(least_places(task, place_workers), min(most, num_places))
-
-
-def plan_task(task: SimTask, place_workers: int, num_places: int) -> PlanTask:
-    """Describe the task to the planner, alone and before it runs."""
-    from unicron_lightning.planner.task import PlanTask
-
-    return PlanTask(
-        name=task.name,
-        performance=PlaceSpeed(task, place_workers),
-        transition_seconds=0.0,
-        weight=task.weight,
-        min_workers=least_places(task, place_workers),
-        max_workers=most_places(task, place_workers, num_places),
-    )
+def place_terms(task: SimTask, place_workers: int, num_places: int) -> Terms:
+    """Return the terms of a task in places: up to the most places whose workers it can use, all or nearly all."""
+    terms = task.terms
+    least = -(-terms.min_workers // terms.granularity) * terms.granularity
+    least_places = max(1, -(-least // place_workers))
+    most_places = num_places if terms.max_workers is None else min(-(-terms.max_workers // place_workers), num_places)
+    return replace(terms, min_workers=least_places, max_workers=max(least_places, most_places), granularity=1)

@@ -72,12 +72,13 @@ class SimCluster:
     def transfer_seconds(self, task: SimTask) -> tuple[float | None, float | None]:
         """Return the seconds to read or write a task's checkpoint, and to send a worker's part of its state to a peer.
 
-        None stands for what is not known. The state is spread evenly over the workers of a replica, `SimTask.quantum`.
+        None stands for what is not known. The state is spread evenly over the workers of a replica: the granularity.
         """
         size, storage, peer = task.state_gigabytes, self.storage_gigabytes_per_second, self.peer_gigabytes_per_second
         if size is None:
             return None, None
-        return None if storage is None else size / storage, None if peer is None else size / task.quantum / peer
+        part = size / task.terms.granularity
+        return None if storage is None else size / storage, None if peer is None else part / peer
 
     @property
     def num_places(self) -> int:

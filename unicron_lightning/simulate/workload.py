@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.terms import Terms
 
 if TYPE_CHECKING:
     from unicron_lightning.planner.performance.model import PerformanceModel
@@ -20,10 +21,8 @@ class SimTask:
         name: unique.
         performance: T(t,x) by number of workers (accelerators), FLOP/s.
         flops_per_step: FLOPs of one optimizer step of the whole task; a step at x workers takes this / T(t,x).
-        weight: w(t).
-        min_workers: fewest with which it may run.
-        max_workers: most that it can use; None: all.
-        quantum: number that its workers are a multiple of (TP x PP, or a node's); workers beyond a multiple stand idle.
+        terms: the terms on which it competes; of the workers of its places, those beyond a multiple of the granularity
+            stand idle.
         micro_batches: M, of a step.
         arrival: seconds from the beginning; 0: it runs already when the trace begins.
         departure: time of its end, whatever its progress; None: never.
@@ -37,10 +36,7 @@ class SimTask:
     name: str
     performance: PerformanceModel
     flops_per_step: float
-    weight: float = 1.0
-    min_workers: int = 1
-    max_workers: int | None = None
-    quantum: int = 1
+    terms: Terms = field(default_factory=Terms)
     micro_batches: int = 1024
     arrival: float = 0.0
     departure: float | None = None
@@ -48,7 +44,9 @@ class SimTask:
     state_gigabytes: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("flops_per_step", "weight", "min_workers", "quantum", "micro_batches"):
+        if (problem := self.terms.problem()) is not None:
+            raise ConfigError(f"task {self.name!r}: {problem}")
+        for name in ("flops_per_step", "micro_batches"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"task {self.name!r}: {name}={value!r}: expected a number > 0")
@@ -61,23 +59,16 @@ class SimTask:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"task {self.name!r}: {name}={value!r}: expected a number > 0")
-        if self.max_workers is not None and self.max_workers < self.min_workers:
-            given = f"max_workers={self.max_workers!r}"
-            raise ConfigError(f"task {self.name!r}: {given}: expected at least min_workers={self.min_workers}")
 
     def throughput(self, num_workers: int) -> float:
-        """Return FLOP/s with a number of workers, rounded down to whole quanta; 0.0 below its minimum."""
-        if self.max_workers is not None:
-            num_workers = min(num_workers, self.max_workers)
-        usable = num_workers // self.quantum * self.quantum
-        return self.performance.throughput(usable) if usable >= self.min_workers else 0.0
+        """Return FLOP/s with a number of workers, rounded down to those that it can use; 0.0 below its minimum."""
+        usable = self.terms.usable(num_workers)
+        return self.performance.throughput(usable) if usable else 0.0
 
     def layout(self, num_workers: int) -> tuple[int, int] | None:
         """Return TP and PP with a number of workers; None if unknown, or below its minimum."""
-        if self.max_workers is not None:
-            num_workers = min(num_workers, self.max_workers)
-        usable = num_workers // self.quantum * self.quantum
-        found = self.performance.configuration(usable) if usable >= self.min_workers else None
+        usable = self.terms.usable(num_workers)
+        found = self.performance.configuration(usable) if usable else None
         return None if found is None else (found.tensor_parallel, found.pipeline_parallel)
 
     def step_seconds(self, num_workers: int) -> float:

@@ -15,6 +15,7 @@ from unicron_lightning.coordinator.allocation.answers import Knowledge, Planning
 from unicron_lightning.coordinator.allocation.request import Competitor, Question
 from unicron_lightning.planner.events import NodesJoined, TaskFinished, WorkersLost
 from unicron_lightning.planner.performance.sublinear import SublinearModel
+from unicron_lightning.terms import Terms
 
 KNOWN = Knowledge(
     performances={name: SublinearModel(rate=1e12) for name in "abc"},
@@ -26,13 +27,16 @@ KNOWN = Knowledge(
 def task(name: str, places: int, *, lost: int = 0, weight: float = 1.0, low: int = 1, high: int = 4) -> Competitor:
     return Competitor(
         name=name,
-        weight=weight,
-        min_places=low,
-        max_places=high,
+        terms=Terms(weight=weight, min_workers=low, max_workers=high, may_pause=False),
         runs=places > 0,
         before=places,
         left=places - lost,
     )
+
+
+def on(task: Competitor, **terms: object) -> Competitor:
+    """The task on other terms."""
+    return replace(task, terms=replace(task.terms, **terms))
 
 
 def situation(num_places: int, *tasks: Competitor, key: str = "k") -> Question:
@@ -111,7 +115,7 @@ def test_the_launch_of_jobs_after_a_task_is_planned_before(ask: Asked) -> None:
     answer = ask(situation(6, b, c))
     assert (answer.allocation, answer.foreseen) == ({"b": 2, "c": 4}, True)
     ask(running)
-    assert not ask(situation(6, b, replace(c, weight=0.5))).foreseen, "the job is another one than expected"
+    assert not ask(situation(6, b, on(c, weight=0.5))).foreseen, "the job is another one than expected"
 
 
 def test_what_was_not_foreseen_is_planned_at_once(ask: Asked) -> None:
@@ -165,7 +169,7 @@ def test_events_are_told_apart() -> None:
     assert event_between(standing, situation(8, a, b)) == NodesJoined(num_workers=1)
     assert event_between(standing, situation(7, b)) == TaskFinished(task=a.plan_name)
     assert event_between(standing, situation(7, a, b, task("c", 0))) is None
-    assert event_between(standing, situation(6, replace(a, weight=2.0), b)) is None
+    assert event_between(standing, situation(6, on(a, weight=2.0), b)) is None
     assert event_between(standing, standing) is None
 
 
@@ -182,4 +186,4 @@ def test_of_equal_tasks_the_one_that_was_submitted_first_gets_the_place() -> Non
 def test_a_running_task_that_may_be_paused_makes_room_for_a_more_valuable_one(ask: Asked) -> None:
     low, high = task("a", 4), task("b", 0, weight=100.0, low=4)
     assert ask(situation(4, low, high)).allocation == {"a": 4, "b": 0}
-    assert ask(situation(4, replace(low, may_pause=True), high, key="k2")).allocation == {"a": 0, "b": 4}
+    assert ask(situation(4, on(low, may_pause=True), high, key="k2")).allocation == {"a": 0, "b": 4}

@@ -25,6 +25,7 @@ from unicron_lightning.coordinator.orders.operator import inputs_at_start
 from unicron_lightning.coordinator.state import Cluster
 from unicron_lightning.coordinator.storage.database import prepare_state_dir
 from unicron_lightning.errors import ConfigError, UnicronError
+from unicron_lightning.terms import Terms
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENT = ROOT / "docs" / "configuration.md"
@@ -222,8 +223,8 @@ def test_what_was_configured_happens_once() -> None:
 
 
 def competitor(name: str, *, least: int = 1, most: int = 8, left: int = 0, step: int = 1) -> Competitor:
-    places = {"min_places": least, "max_places": most, "before": left, "left": left, "granularity": step}
-    return Competitor(name=name, weight=1.0, runs=left > 0, **places)
+    terms = Terms(min_workers=least, max_workers=most, granularity=step, may_pause=False)
+    return Competitor(name=name, terms=terms, runs=left > 0, before=left, left=left)
 
 
 @pytest.mark.parametrize(

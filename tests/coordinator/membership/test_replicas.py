@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
-from coordinator.allocation.test_answers import KNOWN, situation, task
+from coordinator.allocation.test_answers import KNOWN, on, situation, task
 from coordinator.driver import FakeAgent, World, members, settle
 
 from unicron_lightning import wire
@@ -179,7 +177,7 @@ def test_an_agent_of_several_workers_takes_more_than_one_to_a_replica() -> None:
 
 
 def test_the_planner_gives_multiples() -> None:
-    spread = replace(task("a", 4, weight=3.0, high=8), granularity=2)
+    spread = on(task("a", 4, weight=3.0, high=8), granularity=2)
     question = situation(7, spread, task("b", 2))
     assert allocation_of(question, solve(state_of(question, KNOWN))) == {"a": 6, "b": 1}
 

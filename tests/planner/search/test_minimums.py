@@ -26,7 +26,7 @@ def test_the_best_subset_that_fits_runs(state: ClusterState) -> None:
     bound = {
         curve.task.name: int(curve.workers[0]) if curve.workers.size else 10**9
         for curve in state.tasks
-        if not curve.task.may_pause
+        if not curve.task.terms.may_pause
     }
     fitting = [
         names
@@ -54,7 +54,7 @@ def test_given_that_subset_the_plan_is_the_best(state: ClusterState, num_workers
     for curve in short.tasks:
         runs = [int(x) for x in curve.workers if x <= short.num_workers]
         forced = curve.task.name in paused
-        sizes.append([0] if forced else [0, *runs] if curve.task.may_pause else runs)
+        sizes.append([0] if forced else [0, *runs] if curve.task.terms.may_pause else runs)
     every = [
         Plan(state=short, names=short.names, workers=workers)
         for workers in itertools.product(*sizes)

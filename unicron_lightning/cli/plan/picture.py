@@ -33,12 +33,13 @@ def draw(path: Path, title: str, plan: Plan) -> None:
     chosen = plan.allocation
     for curve in plan.state.tasks:
         name, num_workers = curve.task.name, chosen[curve.task.name]
-        step = curve.task.granularity if curve.task.granularity > 1 else curve.unit
+        terms = curve.task.terms
+        step = terms.granularity if terms.granularity > 1 else curve.unit
         shown = curve.workers <= plan.state.num_workers
         # A gap in the line marks sizes that the task cannot have.
         sizes, waf = _with_gaps(curve.workers[shown], curve.waf[shown] / 1e15, max(step, curve.unit))
         (line,) = axes.plot(
-            sizes, waf, ".-", linewidth=1.2, markersize=3, label=f"{name} (w {curve.task.weight:g}): {num_workers}"
+            sizes, waf, ".-", linewidth=1.2, markersize=3, label=f"{name} (w {terms.weight:g}): {num_workers}"
         )
         axes.plot(
             [num_workers], [curve.waf_at(num_workers) / 1e15], "o", color=line.get_color(), markersize=8, clip_on=False

@@ -28,7 +28,7 @@ _MOST_MOVES = 20
 def as_json(plan: Plan, placement: Placement) -> dict[str, Any]:
     """A plan's details. Units are in the names; WAF is in weighted FLOP/s, rewards in weighted FLOP."""
     state = plan.state
-    weights = {curve.task.name: curve.task.weight for curve in state.tasks}
+    weights = {curve.task.name: curve.task.terms.weight for curve in state.tasks}
     return {
         "num_workers": state.num_workers,
         "num_spare_workers": plan.num_spare_workers,
@@ -109,7 +109,7 @@ def _table(title: str, plan: Plan, placement: Placement, hidden: Sequence[str]) 
         name = _COLUMNS[index]
         left = name in ("task", "layout", "nodes")
         table.add_column(name, justify="left" if left else "right", no_wrap=name != "nodes")
-    weights = {curve.task.name: curve.task.weight for curve in plan.state.tasks}
+    weights = {curve.task.name: curve.task.terms.weight for curve in plan.state.tasks}
     for part in plan.tasks:
         row = _row(part, weights[part.name], plan.state.duration_seconds, placement)
         table.add_row(*(row[index] for index in kept))

@@ -34,6 +34,7 @@ from unicron_lightning.planner.plan import Plan
 from unicron_lightning.planner.reward import Curve
 from unicron_lightning.planner.state import ClusterState
 from unicron_lightning.planner.task import PlanTask
+from unicron_lightning.terms import Terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,11 +196,7 @@ def task_of(
             performance=performance_of(config.performance, cluster, folder),
             transition_seconds=config.transition_seconds,
             relayout_seconds=config.relayout_seconds,
-            weight=config.weight,
-            min_workers=config.min_workers,
-            max_workers=config.max_workers,
-            granularity=config.granularity,
-            may_pause=config.may_pause is not False,
+            terms=Terms.of(config, may_pause=config.may_pause is not False),
             caution=caution,
         )
     except ValueError as error:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from unicron_lightning.coordinator import events as ev
@@ -40,7 +40,7 @@ class Knowledge:
         transition_seconds: D_transition by task.
         caution: `PlanTask.caution` of all tasks.
         relayout_seconds: D_relayout by task; 0 for tasks that keep their layout.
-        curves: curves made before, by their terms, if no ``performances`` change between questions; else None.
+        curves: curves made before, by their inputs, if no ``performances`` change between questions; else None.
     """
 
     performances: Mapping[str, PerformanceModel]
@@ -180,7 +180,8 @@ def event_between(standing: Question, question: Question) -> Event | None:
 
     old = {task.name: task for task in standing.tasks}
     new = {task.name: task for task in question.tasks}
-    if any(name not in old or _terms(task) != _terms(old[name]) for name, task in new.items()):
+    # Only the places that tasks have left are part of an event.
+    if any(name not in old or replace(task, left=0) != replace(old[name], left=0) for name, task in new.items()):
         return None
     gone = sorted(old[name].plan_name for name in old.keys() - new.keys())
     struck = {task.plan_name: task.before - task.left for task in new.values() if task.before > task.left}
@@ -190,10 +191,6 @@ def event_between(standing: Question, question: Question) -> Event | None:
     if lost > 0 and len(struck) <= 1:
         return WorkersLost(num_workers=lost, by_task=tuple(struck.items()))
     return NodesJoined(num_workers=-lost) if lost < 0 and not struck else None
-
-
-def _terms(task: Competitor) -> tuple[object, ...]:
-    return task.weight, task.min_places, task.max_places, task.runs, task.before, task.granularity, task.may_pause
 
 
 def state_of(question: Question, known: Knowledge) -> ClusterState:
@@ -221,19 +218,19 @@ def _curve(task: Competitor, known: Knowledge, reach: int) -> Curve:
         name=task.plan_name,
         performance=known.performances[task.name],
         transition_seconds=known.transition_seconds(task.name),
-        weight=task.weight,
-        min_workers=task.min_places,
-        max_workers=max(task.max_places, task.min_places),
-        granularity=task.granularity,
-        may_pause=task.may_pause or not task.runs,
+        terms=replace(
+            task.terms,
+            max_workers=max(task.max_places, task.min_places),
+            may_pause=task.terms.may_pause or not task.runs,
+        ),
         caution=known.caution,
         relayout_seconds=known.relayout_seconds(task.name),
     )
     if known.curves is None:
         return Curve.of(planned, unit=1, num_workers=reach)
-    terms = (task.name, planned.sizes(1, reach), task.weight, known.caution, bool(planned.relayout_seconds))
-    if (curve := known.curves.get(terms)) is None:
-        curve = known.curves[terms] = Curve.of(planned, unit=1, num_workers=reach)
+    inputs = (task.name, planned.sizes(1, reach), planned.terms, known.caution, bool(planned.relayout_seconds))
+    if (curve := known.curves.get(inputs)) is None:
+        curve = known.curves[inputs] = Curve.of(planned, unit=1, num_workers=reach)
     return curve.of_task(planned, reach)
 
 
@@ -270,4 +267,5 @@ def keep(question: Question) -> ev.Planned:
 
 def _more(places: int, task: Competitor) -> int:
     """Return the next number of places above ``places`` that the task can use."""
-    return (places // task.granularity + 1) * task.granularity
+    step = task.terms.granularity
+    return (places // step + 1) * step

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -32,12 +33,13 @@ from unicron_lightning.coordinator.membership.epochs import keep_running, pause
 from unicron_lightning.coordinator.membership.replicas import keep_together, worth
 from unicron_lightning.coordinator.state import Agent, Cluster, Task, has_multiple
 from unicron_lightning.planner.placement.assignment import assign
+from unicron_lightning.terms import Terms
 
 
 def review_allocation(cluster: Cluster, turn: Turn) -> None:
     """Ask for a plan if its inputs have changed; for a single task, make the plan directly."""
     places, tasks = usable_places(cluster, turn.daemons), competing_tasks(cluster)
-    key = _key(cluster, places, tasks)
+    key = plan_key(cluster, places, tasks)
     lasting = cluster.lasting
     if any(task.rebuilding for task in tasks):
         return  # only agents know the plan in force, and not all have registered yet
@@ -57,7 +59,7 @@ def review_allocation(cluster: Cluster, turn: Turn) -> None:
 def standing(cluster: Cluster) -> Question | None:
     """Return the present situation, for planning ahead; None if no plan is in force or no alternative exists."""
     places, tasks = usable_places(cluster), competing_tasks(cluster)
-    if len(tasks) + len(cluster.lasting.held) < 2 or cluster.lasting.planned != _key(cluster, places, tasks):
+    if len(tasks) + len(cluster.lasting.held) < 2 or cluster.lasting.planned != plan_key(cluster, places, tasks):
         return None
     question = _question(cluster, cluster.lasting.planned, places, tasks)
     return question if all(task.before == task.left for task in question.tasks) else None
@@ -90,7 +92,7 @@ def gathered(cluster: Cluster, turn: Turn) -> None:
 def take_plan(cluster: Cluster, turn: Turn, event: ev.Planned) -> None:
     """Put the answer to the newest question in force; drop an answer to an older one."""
     places, tasks = usable_places(cluster, turn.daemons), competing_tasks(cluster)
-    if event.key == cluster.asked == _key(cluster, places, tasks):
+    if event.key == cluster.asked == plan_key(cluster, places, tasks):
         about = {"waf": event.waf, "milliseconds": event.milliseconds, "foreseen": event.foreseen}
         _put_in_force(cluster, turn, event.key, places, event.allocation, about)
         turn.places_changed = True
@@ -152,12 +154,8 @@ def _competitor(cluster: Cluster, task: Task, places: Places, most: int, left: i
     return Competitor(
         name=task.id,
         since=task.created_at,
-        weight=task.weight,
-        min_places=task.min_nodes,
-        max_places=most,
-        granularity=_step(task, min(len(places), most)),
+        terms=replace(terms_of(cluster, task), max_workers=most, granularity=_step(task, min(len(places), most))),
         runs=_runs(task),
-        may_pause=_may_pause(cluster, task),
         before=max(cluster.lasting.allocation.get(task.id, 0), left),
         left=left,
     )
@@ -179,10 +177,20 @@ def _runs(task: Task) -> bool:
     return bool(task.slots) and training and not task.pausing
 
 
-def _may_pause(cluster: Cluster, task: Task) -> bool:
-    """Whether the plan may pause the task while it trains: its job allows it, and its workers can save first."""
+def terms_of(cluster: Cluster, task: Task) -> Terms:
+    """Return a task's terms in slots: its job's, with all that agents, workers and operators have changed since.
+
+    The plan may pause the task while it trains if its job allows it and its workers can save first.
+    """
     job = cluster.lasting.jobs.get(task.id)
-    return job is not None and job.may_pause and task.elastic
+    return Terms.of(
+        Terms() if job is None else job,
+        weight=task.weight,
+        min_workers=task.min_nodes,
+        max_workers=task.limit,
+        granularity=task.granularity,
+        may_pause=job is not None and job.may_pause and task.elastic,
+    )
 
 
 def _alone(task: Task, num_places: int) -> int:
@@ -202,10 +210,7 @@ def _step(task: Task, most: int) -> int:
     return step if has_multiple(step, task.min_nodes, most) else 1
 
 
-def _key(cluster: Cluster, places: Places, tasks: list[Task]) -> str:
+def plan_key(cluster: Cluster, places: Places, tasks: list[Task]) -> str:
     """Digest of everything that a plan depends on."""
-    terms = [
-        (task.id, task.weight, task.min_nodes, task.limit, task.granularity, _may_pause(cluster, task))
-        for task in tasks
-    ]
+    terms = [(task.id, *terms_of(cluster, task).values) for task in tasks]
     return hashlib.blake2b(places.digest + msgspec.json.encode(terms), digest_size=16).hexdigest()

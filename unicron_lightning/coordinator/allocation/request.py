@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from unicron_lightning.terms import Terms
+
 
 @dataclass(frozen=True, kw_only=True)
 class Competitor:
@@ -13,26 +15,30 @@ class Competitor:
     Attributes:
         name: its id.
         since: time.time() of its creation: of equally good plans, the one for the oldest tasks is chosen.
-        weight: w(t).
-        min_places: fewest with which it may run.
-        max_places: most that it can use.
+        terms: the terms on which it competes for places, each of which counts as a worker. Before a plan pauses it
+            while it runs, its workers write a checkpoint.
         runs: whether it has workers with state, so that pausing it would cost all steps since its last checkpoint.
         before: places allocated by the last plan.
         left: the part of ``before`` that is still usable.
-        granularity: it can use only multiples of this number.
-        may_pause: whether the plan may pause it while it runs: its workers write a checkpoint first.
     """
 
     name: str
     since: float = 0.0
-    weight: float
-    min_places: int
-    max_places: int
+    terms: Terms
     runs: bool
     before: int
     left: int
-    granularity: int = 1
-    may_pause: bool = False
+
+    @property
+    def min_places(self) -> int:
+        """Fewest places with which it may run."""
+        return self.terms.min_workers
+
+    @property
+    def max_places(self) -> int:
+        """Most places that it can use, which may be fewer than `min_places`."""
+        assert self.terms.max_workers is not None, "a task has no more places than its limit"
+        return self.terms.max_workers
 
     @property
     def plan_name(self) -> str:

@@ -26,7 +26,7 @@ _VALUE_BITS = 44
 
 def must_pause(state: ClusterState) -> tuple[str, ...]:
     """Names of the tasks that have to be paused although they may not be, in order; empty if the minimums fit."""
-    bound = [curve for curve in state.tasks if not curve.task.may_pause]
+    bound = [curve for curve in state.tasks if not curve.task.terms.may_pause]
     able = [curve for curve in bound if len(curve.workers) and curve.workers[0] <= state.num_workers]
     num_units = state.num_workers // state.unit
     if sum(int(curve.workers[0]) // state.unit for curve in able) > num_units:

@@ -83,15 +83,14 @@ class Columns:
         return Columns(starts=counts[self.starts], units=self.units[mask], keys=self.keys[mask])
 
 
-def column(state: ClusterState, curve: Curve, *, price: int, may_pause: bool, may_run: bool = True) -> Column:
+def column(state: ClusterState, curve: Curve, *, price: int, paused: bool) -> Column:
     """The options of one task in ``state``.
 
     Args:
         state: the situation.
         curve: the task's curve.
         price: c, see `unicron_lightning.planner.quantum`.
-        may_pause: whether zero workers are an option.
-        may_run: whether other numbers of workers are options.
+        paused: whether the task has to be paused, so that zero workers are its only option.
     """
     compiler.prepare(len(state.tasks) * (state.num_workers // state.unit))
     name = curve.task.name
@@ -99,7 +98,7 @@ def column(state: ClusterState, curve: Curve, *, price: int, may_pause: bool, ma
     task, waf = curve.task, curve.waf_at(before)
     cost = round(waf * task.transition_seconds / state.quantum_flop)
     cost_elsewhere = round(waf * task.longest_seconds / state.quantum_flop)
-    count = int(np.searchsorted(curve.workers, state.num_workers, side="right")) if may_run else 0
+    count = 0 if paused else int(np.searchsorted(curve.workers, state.num_workers, side="right"))
     numbers = (
         state.duration_seconds / state.quantum_flop,
         cost,
@@ -107,7 +106,7 @@ def column(state: ClusterState, curve: Curve, *, price: int, may_pause: bool, ma
         before - lost,
         state.unit,
         price,
-        may_pause,
+        task.terms.may_pause or paused,
         task.layout(before),
         cost_elsewhere,
     )

@@ -147,11 +147,11 @@ class Books:
         return TaskResult(
             name=name,
             flops=meter.counted_flops,
-            weight=meter.task.weight,
+            weight=meter.task.terms.weight,
             present=present / MICRO,
             steps=meter.position.frontier,
             worker_micros=dict(meter.worker_micros),
-            goodput=meter.counted_flops * meter.task.weight / due if due else 1.0,
+            goodput=meter.counted_flops * meter.task.terms.weight / due if due else 1.0,
             ettr=meter.counted_micros / present if present else 1.0,
         )
 

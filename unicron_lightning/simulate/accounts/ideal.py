@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unicron_lightning.simulate.result import MICRO
+from unicron_lightning.simulate.speeds import PlaceSpeed, place_terms
 from unicron_lightning.simulate.trace import SimCluster
 from unicron_lightning.simulate.workload import SimTask
 
@@ -61,7 +62,7 @@ class Ideal:
             for task in tasks:
                 moments, values, places = histories[task.name]
                 moments.append(round(now * MICRO))
-                values.append(task.weight * rates.get(task.name, 0.0))
+                values.append(task.terms.weight * rates.get(task.name, 0.0))
                 places.append(float(shares.get(task.name, 0)))
             until = min([end, *_changes(tasks, now), *_ends(present, rates, left, now)])
             for task in present:
@@ -89,12 +90,21 @@ def optimum(tasks: Sequence[SimTask], num_places: int, place_workers: int) -> di
     from unicron_lightning.planner.reward import Curve
     from unicron_lightning.planner.solver import solve
     from unicron_lightning.planner.state import ClusterState
-    from unicron_lightning.simulate.speeds import plan_task
+    from unicron_lightning.planner.task import PlanTask
 
     if not tasks:
         return {}
-    curves = [Curve.of(plan_task(task, place_workers, num_places), 1, num_places) for task in tasks]
-    plan = solve(ClusterState(tasks=tuple(curves), num_workers=num_places, running_seconds=1.0))
+    alone = [
+        PlanTask(
+            name=task.name,
+            performance=PlaceSpeed(task, place_workers),
+            transition_seconds=0.0,
+            terms=place_terms(task, place_workers, num_places),
+        )
+        for task in tasks
+    ]
+    curves = tuple(Curve.of(each, 1, num_places) for each in alone)
+    plan = solve(ClusterState(tasks=curves, num_workers=num_places, running_seconds=1.0))
     return {task.name: plan.allocation[task.name] for task in tasks}
 
 

@@ -130,15 +130,11 @@ class TaskMeter:
 
     def waf(self, places: int) -> float:
         """Return F, weighted FLOP/s, as achieved."""
-        return self.task.weight * self.task.flops_per_step * self.rate(places)
+        return self.task.terms.weight * self.task.flops_per_step * self.rate(places)
 
     def used(self, places: int) -> int:
         """Return the workers of a number of places that have work."""
-        task, workers = self.task, places * self._place_workers
-        if task.max_workers is not None:
-            workers = min(workers, task.max_workers)
-        workers -= workers % task.quantum
-        return workers if workers >= task.min_workers else 0
+        return self.task.terms.usable(places * self._place_workers)
 
     @property
     def running(self) -> bool:
@@ -189,7 +185,7 @@ class TaskMeter:
             self.worker_micros["overhead"] += overhead
             self.worker_micros["useful"] += counted * used - overhead
             self.counted_micros += counted
-            self.counted_flops += full / self.task.weight * counted / MICRO
+            self.counted_flops += full / self.task.terms.weight * counted / MICRO
             self._note(start + again, full)
             self.bills.settle(start + again, now, "useful", full)
 

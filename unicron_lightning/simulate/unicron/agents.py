@@ -252,7 +252,7 @@ class SimAgent:
     def _hello(self) -> None:
         if not self._said_hello:
             self._said_hello = True
-            capacity = self.training.most
+            capacity = self.job.max_nodes
             self.say(wire.WorkerHello(worker=self.worker, local_rank=0, pid=1, capacity=capacity))
 
     def _build(self, *, founder: bool) -> None:

@@ -14,13 +14,13 @@ from unicron_lightning.coordinator.allocation.answers import Knowledge, allocati
 from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.coordinator.incidents.facts import LifeBegun
 from unicron_lightning.coordinator.state import Cluster
-from unicron_lightning.jobs import Job
+from unicron_lightning.jobs import Job, stating
 from unicron_lightning.simulate import clock as order
 from unicron_lightning.simulate.accounts.books import Books
 from unicron_lightning.simulate.clock import Clock, micros
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.result import SimulationResult
-from unicron_lightning.simulate.speeds import PlaceSpeed
+from unicron_lightning.simulate.speeds import PlaceSpeed, place_terms
 from unicron_lightning.simulate.trace import CORRUPTING, SLOWING, SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.unicron.agents import SimAgent, SimDaemon, died_of
 from unicron_lightning.simulate.unicron.shell import SimShell
@@ -124,16 +124,9 @@ class System:
         self._submit(task)
 
     def _submit(self, task: SimTask) -> None:
-        training = self.trainings[task.name]
-        job = Job(
-            name=task.name,
-            command=["train"],
-            weight=task.weight,
-            min_nodes=training.least,
-            max_nodes=training.most,
-            may_pause=self.ablation.may_pause,
-            flops_per_step=task.flops_per_step,
-        )
+        in_places = place_terms(task, self.cluster.place_workers, self.cluster.num_places)
+        terms = replace(in_places, may_pause=self.ablation.may_pause)
+        job = Job(name=task.name, command=["train"], flops_per_step=task.flops_per_step, **stating(terms))
         self.shell.do(ev.Submit(jobs=(job,)))
 
     def _departs(self, task: SimTask) -> None:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from unicron_lightning import wire
-from unicron_lightning.simulate.speeds import least_places, most_places
 from unicron_lightning.simulate.trace import TraceFault
 from unicron_lightning.simulate.workload import SimTask
 from unicron_lightning.wire.epoch_changes import EpochMissed, changed
@@ -48,8 +47,6 @@ class SimTraining:
         self.task = task
         self.meter = system.books.meters[task.name]
         self.costs = system.books.costs[task.name]
-        self.most = most_places(task, system.cluster.place_workers, system.cluster.num_places)
-        self.least = least_places(task, system.cluster.place_workers)
         self.members: dict[int, SimAgent] = {}
         """Workers that have the task's state, by place; they all run, or all are blocked."""
         self.granted: dict[str, SimAgent] = {}
