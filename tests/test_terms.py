@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 from coordinator.allocation.test_answers import KNOWN, situation
@@ -101,7 +102,7 @@ def test_a_term_that_users_state_reaches_the_planner(name: str) -> None:
     other = with_another(name)
     stated = {each: getattr(other, each) for each in TERMS}
     config = PlanTaskConfig(performance=PerformanceConfig(flops={1: 1.0}), transition_seconds=1.0, **stated)
-    assert task_of("a", config, "tasks", PlanClusterConfig()).terms == other
+    assert task_of("a", config, "tasks", PlanClusterConfig(), Path()).terms == other
     assert stating(other).keys() <= {each.name for each in fields(JobShare)}, "users state it for a job"
     cluster = submitted(other)
     asked = competitor(terms_of(cluster, cluster.tasks["a"]))
