@@ -63,6 +63,12 @@ def test_no_plan_is_kept_when_a_term_changes(name: str) -> None:
     assert plan_key(one, Places(), [one.tasks["a"]]) == plan_key(submitted(STATED), Places(), [one.tasks["a"]])
 
 
+def test_the_plan_of_a_coordinator_before_this_value_is_kept() -> None:
+    """The key in its store is of the terms in this order: a coordinator that continues asks for no new plan."""
+    cluster = submitted(Terms(weight=2.0, min_workers=2, max_workers=6, granularity=2, may_pause=False))
+    assert plan_key(cluster, Places(), [cluster.tasks["a"]]) == "c266fd3f1fe105a8419ab615e8aeea96"
+
+
 @pytest.mark.parametrize("name", TERMS)
 def test_no_plan_made_ahead_is_served_when_a_term_changes(name: str) -> None:
     """`answers.event_between`: the situation is not the foreseen one."""
