@@ -79,7 +79,7 @@ def test_names_follow_the_conventions():
 
 
 def test_the_document_lists_every_metric():
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (ROOT / "docs" / "monitoring.md").read_text()
     rows = dict(re.findall(r"^\| `(unicron_\w+)` \| [^|]* \| ([^|]*) \|", text, re.MULTILINE))
     assert {name: labels.strip() for name, labels in rows.items()} == {
         metric.name: ", ".join(metric.labels) for metric in METRICS

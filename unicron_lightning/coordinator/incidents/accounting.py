@@ -16,7 +16,7 @@ counted twice. A second failure before the first step belongs to the same incide
 a restarted coordinator continues with them; the time it was away counts.
 
 Two units: worker-seconds, and WAF-seconds (weight x FLOP/s x seconds) where FLOPs and step times are known;
-docs/accounting.md defines each number.
+docs/monitoring.md defines each number.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class PhaseCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bill(msgspec.Struct, frozen=True, kw_only=True):
-    """Cost of an incident: docs/accounting.md defines each number. Times are time.time()."""
+    """Cost of an incident: docs/monitoring.md defines each number. Times are time.time()."""
 
     cause: str
     failures: int

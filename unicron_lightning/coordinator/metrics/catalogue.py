@@ -1,4 +1,4 @@
-"""All metrics of ``/metrics``: name, type, labels, meaning, as in docs/metrics.md. Rules and dashboards use no other.
+"""Metrics of ``/metrics``: name, type, labels, meaning, as in docs/monitoring.md. Rules and dashboards use no other.
 
 Values of labels are bounded: tasks and nodes of the cluster, and words of closed sets. Ids of workers and agents,
 incidents and texts of errors are never labels; they are in the event log.

@@ -1,6 +1,6 @@
 """The cost of each failure of a task: detection, transition, sub-healthy.
 
-The rules are the coordinator's (docs/accounting.md): a failure before the task makes steps again belongs to the same
+The rules are the coordinator's (docs/monitoring.md): a failure before the task makes steps again belongs to the same
 incident; of overlapping incidents, each accounts only for the capacity that the next one found.
 """
 
