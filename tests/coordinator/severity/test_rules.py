@@ -37,7 +37,7 @@ def test_every_kind_has_one_severity_and_those_seen_today_are_the_wired_ones() -
 
 
 def test_the_guide_shows_these_tables() -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "severity.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[3] / "docs" / "detection.md").read_text(encoding="utf-8")
     lines = guide.splitlines()
     kinds = [f"| `{k.name}` | {k.method or 'added to the paper'} | {k.severity} | {k.seen} |" for k in KINDS]
     rules = [f"| {r.name} | {r.on} | {r.when} | {r.action}: {r.then} |" for r in RULES]

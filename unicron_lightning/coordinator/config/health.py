@@ -48,7 +48,7 @@ class PatternConfig:
     pattern: str = ""
     """A regular expression of Python, searched in ``TYPE: message`` of an exception."""
     kind: str = ""
-    """One of the kinds of errors, which has a severity: docs/severity.md."""
+    """One of the kinds of errors, which has a severity: docs/detection.md."""
 
 
 @dataclass(kw_only=True)

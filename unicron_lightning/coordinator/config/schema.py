@@ -251,7 +251,7 @@ class DetectionConfig:
 
 @dataclass(kw_only=True)
 class SeverityConfig:
-    """Group ``severity``: escalation of repeated errors. See docs/severity.md."""
+    """Group ``severity``: escalation of repeated errors. See docs/detection.md."""
 
     reattempt_limit: int = 3
     """Renewals of a broken connection in place, without a finished step, before a suspect is restarted."""

@@ -89,7 +89,7 @@ METRICS: Final = (
     _gauge("unicron_task_memory_bytes", "task", "Bytes of all states in the memory of agents."),
     # incidents
     _counter("unicron_incidents_total", "task severity", "Incidents opened, by severity of the first event."),
-    _counter("unicron_failures_total", "task kind", "Failures by kind: of docs/severity.md, exit, signal, node_lost."),
+    _counter("unicron_failures_total", "task kind", "Failures by kind: of docs/detection.md, exit, signal, node_lost."),
     _gauge("unicron_incidents_open", "task phase", "Open incidents by their present phase."),
     _histogram("unicron_incident_phase_seconds", "phase", "Duration of a phase of a closed incident."),
     _counter("unicron_incident_lost_worker_seconds_total", "task phase", "Worker-seconds lost by closed incidents."),

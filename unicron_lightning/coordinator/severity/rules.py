@@ -1,6 +1,6 @@
 """The transition table of the severity workflow: the first rule that holds determines the action.
 
-docs/severity.md shows this table; a test holds the two together. The predicates depend on a `Case` and nothing else.
+docs/detection.md shows this table; a test holds the two together. The predicates depend on a `Case` and nothing else.
 """
 
 from __future__ import annotations
