@@ -3,7 +3,7 @@
     python examples/sweep.py degree=3                                           # one run, without torchrun
     python examples/sweep.py --multirun degree=1,3,9 lr=0.1,0.01 hydra/launcher=unicron hydra.launcher.slots=2
 
-The second command runs six jobs, two at a time, on a cluster of its own: see docs/launcher.md.
+The second command runs six jobs, two at a time, on a cluster of its own: see docs/cluster.md.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_options_are_checked(option: str) -> None:
 
 
 def test_the_document_has_every_option_with_its_default() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "launcher.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", text, re.MULTILINE))
     options = {name: value for name, value in vars(LauncherConfig()).items() if name != "_target_"}
     assert rows == {name: json.dumps(value).strip('"') for name, value in options.items()}
