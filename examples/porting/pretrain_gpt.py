@@ -2,7 +2,7 @@
 
     unicron run examples/porting/pretrain_gpt.py --workers 2 -- --devices 2 --steps 20
 
-docs/porting-pretrain-gpt.md explains each part beside the part of pretrain_gpt.py that it replaces. Without CUDA the
+docs/megatron.md explains each part beside the part of pretrain_gpt.py that it replaces. Without CUDA the
 script runs on the CPU, by the patches of `unicron_lightning.megatron.shim`, which are for demonstrations only.
 """
 

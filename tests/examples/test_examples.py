@@ -85,8 +85,8 @@ def test_the_ported_pretraining_with_sequence_parallelism_survives_a_kill_exactl
 @pytest.mark.parametrize("place", [0, 1])
 def test_the_documented_clusters_run(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their scripts are stopped while they train, and so write a checkpoint in the working folder."""
-    text = (ROOT / "docs/local-cluster.md").read_text()
-    block = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[place]
+    text = (ROOT / "docs/faults.md").read_text()
+    block = re.findall(r"```python\n(from unicron_lightning import LocalCluster\n.*?)```", text, re.DOTALL)[place]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, "docs/local-cluster.md", "exec"), {})
+    exec(compile(block, "docs/faults.md", "exec"), {})

@@ -1,5 +1,5 @@
 """`LocalCluster`: nodes of this machine that run a task or wait for jobs, and a coordinator. Guide:
-docs/local-cluster.md.
+docs/faults.md.
 """
 
 from __future__ import annotations
