@@ -142,10 +142,10 @@ def test_subcommands_of_unicron_exist() -> None:
     assert {name for name in named if name not in result.stdout} == set()
 
 
-def test_the_readme_lists_every_rendezvous_option() -> None:
+def test_the_reference_lists_every_rendezvous_option() -> None:
     from unicron_lightning.agent.options import CONF_KEYS
 
-    section = read(ROOT / "README.md").partition("`--rdzv-conf` options")[2].partition("\n#")[0]
+    section = read(ROOT / "docs" / "reference.md").partition("`--rdzv-conf` options")[2].partition("\n#")[0]
     assert sorted(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == sorted(CONF_KEYS)
 
 

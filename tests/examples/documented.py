@@ -165,7 +165,6 @@ CLUSTER: Final = {
     "unicron jobs": Run(says="gpt"),
     "unicron cancel": Run(says="gpt: cancelled"),
     "python train.py -m lr=0.1,0.01 seed=1,2,3": Run(folder="sweep", replace=(("0.1,0.01", "0.1"), ("1,2,3", "1"))),
-    "unicron submit task.yaml": Run(says="task: queued"),
     "unicron submit prepare.yaml": Run(says="prepare: queued"),
     "unicron submit train.yaml": Run(says="train-9: queued"),
     "unicron submit report.yaml": Run(says="report: queued"),
