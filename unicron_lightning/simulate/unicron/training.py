@@ -29,7 +29,7 @@ _TELLS: Final[dict[str, str]] = {
 }
 """Event of the first finished step in an epoch, by kind."""
 MEASURED_WORKERS: Final = 4
-"""Workers of the tasks whose changes were measured; more of them take longer (docs/scale.md)."""
+"""Workers of the tasks whose changes were measured; more of them take longer (docs/benchmarks.md)."""
 _DIGEST: Final = "0" * 64
 """Digest of simulated checkpoints."""
 
