@@ -1,6 +1,6 @@
 """Training data of all kinds: every sample is used as often as without failures, through deaths and joins.
 
-``pytest -m '' -s tests/strategies/test_data_kinds.py`` prints the rows of the table in docs/data.md.
+``pytest -m '' -s tests/strategies/test_data_kinds.py`` prints a row for each kind of data (docs/data.md).
 """
 
 from __future__ import annotations
