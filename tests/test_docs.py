@@ -145,7 +145,7 @@ def test_subcommands_of_unicron_exist() -> None:
 def test_the_reference_lists_every_rendezvous_option() -> None:
     from unicron_lightning.agent.options import CONF_KEYS
 
-    section = read(ROOT / "docs" / "reference.md").partition("`--rdzv-conf` options")[2].partition("\n#")[0]
+    section = read(ROOT / "docs" / "reference.md").partition("## Options of an agent")[2].partition("\n#")[0]
     assert sorted(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == sorted(CONF_KEYS)
 
 
