@@ -129,7 +129,7 @@ def lacking_and_ahead(
     """Compare the end of what another rank has written with this rank's newest rows.
 
     The same rows are made on all ranks, and one rank may be ahead of the other. Rows may repeat, as steps of
-    validations begin anew when their data are loaded again: so it counts how the ends fit together.
+    validations begin again when their data are loaded again: so it counts how the ends fit together.
 
     Returns:
         The rows that are not written, and the written ones that this rank will make next.

@@ -161,7 +161,7 @@ class Case:
     """A script under a history.
 
     Attributes:
-        script: what is trained.
+        script: the training.
         strikes: deaths, of which some may find no occasion.
         orders: what else happens.
         waits: whether survivors wait for each replacement before their next step, so that it joins.

@@ -83,7 +83,7 @@ class Deaths:
         replicas: of the complete world.
         tied: whether the head's weight is the embedding's.
         at: workers that die, by their first rank, each with its point of the step.
-        flips: workers of which a bit flips before that step.
+        flips: workers with a bit that flips before that step.
         late: workers that die at the end, when they send or take a shard's state.
     """
 

@@ -3,7 +3,7 @@
 FOLDER/settings.json: see `SETTINGS`. FOLDER/schedule.json: a list of faults that strike in sequence, each in a complete
 world on the worker at the given place: {"replica", "shard", "point"}, and "micro_batch" (counted among those that the
 worker runs in the step, or the validation) for the points "forward" and "validate"; not before "from_step"; with
-"at_once" in any world. With "breaks" connections break there, and no worker dies; with "hangs" the worker stands still.
+"at_once" in any world. With "breaks" connections break there, and no worker dies; with "hangs" the worker hangs.
 With "after" the worker waits for that path in FOLDER before it dies.
 """
 
