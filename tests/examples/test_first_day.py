@@ -1,22 +1,20 @@
-"""The commands of docs/first-day.md work in their order, and print what the document shows."""
+"""The commands of docs/first-day.md work in their order from the wheel, and print what the document shows."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from examples.conftest import Installed
 
-from unicron_lightning.local_cluster.processes import MARK, free_port, until
+from unicron_lightning.local_cluster.processes import free_port, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(500)]
 ROOT = Path(__file__).parents[2]
@@ -73,18 +71,16 @@ def left(mark: str) -> list[psutil.Process]:
 
 
 @pytest.mark.allow_leak("unix_sockets", reason="the shell's processes are killed if a step fails")
-def test_a_first_day(tmp_path: Path) -> None:
+def test_a_first_day(tmp_path: Path, installed: Installed) -> None:
     port = str(free_port())
     text = (ROOT / "docs/first-day.md").read_text().replace("29461", port)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    own = {name: value for name, value in os.environ.items() if not name.startswith("UNICRON") and name != MARK}
-    bin_ = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    temporary = tempfile.mkdtemp(prefix="day-", dir="/tmp")  # short: the agents' sockets are in it
-    environment = {**own, "FIRST_DAY": port, "TMPDIR": temporary, "XDG_STATE_HOME": str(tmp_path / "home")}
-    environment |= {"PATH": bin_, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    folder = tmp_path / "user"
+    folder.mkdir()
+    (folder / "examples").symlink_to(installed.checkout / "examples")
+    environment = {**installed.environment, "FIRST_DAY": port}
     shell = subprocess.Popen(
         ["bash"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        cwd=tmp_path, env=environment, start_new_session=True,
+        cwd=folder, env=environment, start_new_session=True,
     )  # fmt: skip
     assert shell.stdin is not None and shell.stdout is not None
     began = time.monotonic()
@@ -107,6 +103,5 @@ def test_a_first_day(tmp_path: Path) -> None:
         shell.wait(20)
         shell.stdin.close()
         shell.stdout.close()
-        shutil.rmtree(temporary)
-        for log in sorted(tmp_path.glob("*.log")):
+        for log in sorted(folder.glob("*.log")):
             print(f"==> {log.name}\n{log.read_text()[-3000:]}")
