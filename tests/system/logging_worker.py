@@ -1,7 +1,8 @@
 """A training that logs, whose first rank is killed twice before it writes a step's row.
 
 Under torchrun agents: ``logging_worker.py FOLDER``, where the file ``logger`` names one of `LOGGERS`. It ends once the
-second one has been replaced. If the file ``late`` exists, torchrun's first rank joins the other worker.
+second one has been replaced. If the file ``late`` exists, torchrun's first rank joins the other worker; if ``all``
+does, both workers are killed in one step instead.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from lightning.fabric.loggers import tensorboard as fabric
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from unicron_lightning.callbacks import MemoryCheckpoint
 
 PACE_SECONDS = 0.03
 KILLS = 2
@@ -49,6 +52,10 @@ class Line(pl.LightningModule):
         self.layer = nn.Linear(2, 1)
         self.complete = 0
 
+    @property
+    def all_die(self) -> bool:
+        return (self.folder / "all").exists()
+
     def kills(self) -> int:
         return sum((self.folder / f"killed-{number}").exists() for number in range(KILLS))
 
@@ -67,8 +74,13 @@ class Line(pl.LightningModule):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.complete = self.complete + 1 if self.trainer.world_size == 2 else 0
-        if self.trainer.is_global_zero and self.complete > 5 and (number := self.kills()) < KILLS:
+        rank = self.trainer.global_rank
+        number = rank if self.all_die else self.kills()
+        dies = number < KILLS and not (self.folder / f"killed-{number}").exists()
+        if dies and (self.all_die or rank == 0) and self.complete > 5:
             (self.folder / f"killed-{number}").touch()
+            while self.all_die and self.kills() < KILLS:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_epoch_end(self) -> None:
@@ -95,6 +107,7 @@ def main() -> None:
         logger=LOGGERS[(folder / "logger").read_text()](folder / "logs"),
         log_every_n_steps=1,
         enable_checkpointing=False,
+        callbacks=[MemoryCheckpoint(every_n_steps=2)],
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -33,10 +33,11 @@ class SummaryWriter:
 
 
 def run(folder: Path, logger: str, **variables: str) -> int:
-    """Train with a logger of `logging_worker` until two first ranks have died; return the number of steps."""
+    """Train with a logger of `logging_worker` until two first ranks, or all, have died; return the number of steps."""
     (folder / "logger").write_text(logger)
     with Cluster(folder, agents=2, nodes="1:2", script=SCRIPT, variables=lambda node: variables) as cluster:
         cluster.wait_end(240)
+        assert len(cluster.events("task_restarts")) == (folder / "all").exists()
         if logger.startswith("csv"):
             assert "will be deleted" not in "".join(cluster.log(node) for node in cluster.agents)
     steps = {int((folder / f"end-{rank}").read_text()) for rank in range(2)}
@@ -68,16 +69,23 @@ def test_a_first_rank_of_torchrun_that_joins_late_begins_no_new_run(tmp_path: Pa
     assert [int(row["step"]) for row in rows if row["loss_step"]] == list(range(steps))
 
 
-def test_tensorboard_goes_on_in_the_same_folder(tmp_path: Path) -> None:
-    """With a writer that stands for tensorboardX's, which Lightning's logger looks for by name."""
-    package = tmp_path / "packages"
+def packages(folder: Path) -> str:
+    """A path with a writer that stands for tensorboardX's, which Lightning's logger looks for by name."""
+    package = folder / "packages"
     about = package / "tensorboardX-2.6.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorboardX\nVersion: 2.6\n")
     (package / "tensorboardX").mkdir()
     (package / "tensorboardX/__init__.py").write_text(WRITER)
     (package / "tensorboardX/summary.py").write_text("hparams = lambda *about: []\n")
-    steps = run(tmp_path, "tensorboard", PYTHONPATH=os.pathsep.join([str(package), os.environ["PYTHONPATH"]]))
+    return os.pathsep.join([str(package), os.environ["PYTHONPATH"]])
+
+
+@pytest.mark.parametrize("all_die", [False, True])
+def test_tensorboard_goes_on_in_the_same_folder(all_die: bool, tmp_path: Path) -> None:
+    if all_die:
+        (tmp_path / "all").touch()
+    steps = run(tmp_path, "tensorboard", PYTHONPATH=packages(tmp_path))
     files = list((tmp_path / "logs/lightning_logs/version_0").glob("events.*"))
     assert len(files) >= 2, "the first ranks of the runs before and after the deaths"
     written = [json.loads(line) for path in files for line in path.read_text().splitlines()]
@@ -116,14 +124,17 @@ def records(path: Path) -> Iterator[bytes]:
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed: pip install wandb")
-def test_wandb_goes_on_in_the_same_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("all_die", [False, True])
+def test_wandb_goes_on_in_the_same_run(all_die: bool, tmp_path: Path) -> None:
     """Offline: each rank 0 writes a file of the same run; together they have all steps."""
+    if all_die:
+        (tmp_path / "all").touch()
     from wandb.proto.wandb_internal_pb2 import Record
 
     often = {"WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.2"}  # 15 s by default, and more than the kept rows
     steps = run(tmp_path, "wandb", WANDB_SILENT="true", WANDB_MODE="offline", **often)
     files = sorted((tmp_path / "logs").glob("wandb/offline-run-*/run-*.wandb"))
-    assert len(files) == 3, "two first ranks have died"
+    assert len(files) == (2 if all_die else 3), "two first ranks have died, or one life has ended"
     assert len({path.stem for path in files}) == 1, "one run"
     losses: dict[int, set[float]] = {}
     for path in files:
@@ -138,7 +149,10 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="MLflow is not installed: pip install mlflow-skinny")
-def test_mlflow_goes_on_in_the_same_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("all_die", [False, True])
+def test_mlflow_goes_on_in_the_same_run(all_die: bool, tmp_path: Path) -> None:
+    if all_die:
+        (tmp_path / "all").touch()
     steps = run(tmp_path, "mlflow", MLFLOW_ALLOW_FILE_STORE="true")
     (path,) = (tmp_path / "logs/mlruns").glob("*/*/metrics/loss_step")
     rows = [line.split() for line in path.read_text().splitlines()]
