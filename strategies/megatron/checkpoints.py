@@ -45,6 +45,7 @@ class _OfAll(Indivisible):
     name = ""
 
     def __init__(self, member: ReplicaMember[Shape, ShardModel], path: str) -> None:
+        self._member = member
         self._fabric = member.fabric
         self._model = member.model
         self._path = path
@@ -80,7 +81,7 @@ class SaveCheckpoint(_OfAll):
     def _act(self, engine: Engine) -> dict[str, str]:
         engine.fault("checkpoint", engine.step)
         chunks, optimizer = [self._model.ddp], self._model.optimizer
-        with authenticated(self._fabric.epoch_key):
+        with self._member.connected(), authenticated(self._fabric.epoch_key):
             digests: dict[str, str] = run_released(lambda: checkpoint.save(self._path, chunks, optimizer, self._rest))
         return digests
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from system.test_diverging import run
 from torch.distributed import checkpoint as dcp
 
 from unicron_lightning.errors import ConfigError
@@ -70,6 +71,16 @@ def test_bf16_without_zero1_is_taken_up_in_another_layout(worlds: Worlds, tmp_pa
     norms = worlds.run("layouts:save_beside", 2, tmp_path / "save", path=path, tp=2, pp=1, zero1=False, bf16=True)[0]
     check_equal(path, f"{path}-beside")
     check(worlds, tmp_path / "pp2", f"{path}-beside", norms, 2, rel=1e-3, tp=1, pp=2, zero1=False, bf16=True)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.*to load in a single process")
+def test_a_checkpoint_after_the_fit_is_that_of_its_end(tmp_path: Path) -> None:
+    """Both stages write it; their groups end with the fit."""
+    about = {"call": "save", "place": "after", "shard_size": 2, "last": 3}
+    statuses, _cluster = run(tmp_path, strategy="unicron_megatron", **about)
+    assert statuses == {0}
+    check_equal(str(tmp_path / "within"), str(tmp_path / "after"))
 
 
 class Trap:

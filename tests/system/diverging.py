@@ -59,6 +59,10 @@ class Leaves(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, *about: Any) -> None:
         self._leave("epoch", trainer)
 
+    def on_train_end(self, trainer: pl.Trainer, *about: Any) -> None:
+        if CASE["call"] == "save" and CASE["place"] == "after":
+            trainer.save_checkpoint(FOLDER / "within")
+
     def _leave(self, place: str, trainer: pl.Trainer) -> None:
         if place != CASE["place"] or trainer.global_step < AT or trainer.global_rank not in CASE["ranks"]:
             return
@@ -77,7 +81,7 @@ def parts() -> tuple[Any, pl.LightningModule, int]:
         from cross import megatron
         from cross.cases import Script
 
-        script = Script(strategy="unicron_megatron")
+        script = Script(strategy="unicron_megatron", shard_size=CASE.get("shard_size", 1))
         return megatron.strategy_of(script, alone=False), megatron.Stage(script, None), 3
     return UnicronFSDPStrategy(shard_size=2) if CASE["strategy"] == "unicron_fsdp" else CASE["strategy"], Line(), 2
 
@@ -103,6 +107,8 @@ def main() -> None:
     trainer.fit(module, data, data)
     if CASE["call"] == "test" and trainer.global_rank in CASE["ranks"]:
         trainer.test(Line(), data, verbose=False)
+    if CASE["call"] == "save" and CASE["place"] == "after":
+        trainer.save_checkpoint(FOLDER / "after")
     if CASE["call"] == "export" and trainer.global_rank in CASE["ranks"]:
         raise OSError("no space for the exported model")
     name = f"ended-{trainer.global_rank}.json"

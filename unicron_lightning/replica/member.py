@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
@@ -35,6 +36,7 @@ class ReplicaMember(Generic[_Shape, _Model]):
         self._connect = connect
         self._leave = leave
         self._model: _Model | None = None
+        self._is_over = False
 
     @property
     def model(self) -> _Model:
@@ -107,8 +109,27 @@ class ReplicaMember(Generic[_Shape, _Model]):
         """End a fit with the newest state of this worker's shard, also if it is a spare."""
         engine.run(LastState(self.fabric, self.model))
 
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Have the epoch's connections in the model, also after the end of the run; for workers of replicas.
+
+        Raises:
+            CommunicatorAborted, EpochChanged: a member failed.
+        """
+        if not self._is_over:
+            yield
+            return
+        channels = self.fabric.channels
+        assert channels is not None, "a spare has no connections"
+        self._connect(self.model, channels)
+        try:
+            yield
+        finally:
+            self._leave()
+
     def close(self) -> None:
         """End the run."""
+        self._is_over = True
         if self._model is not None and self._model.keeper is not None:
             self._model.keeper.close()
         self._leave()
