@@ -29,6 +29,7 @@ from torch.distributed import checkpoint as dcp
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron.sharded import initialize_state, parts_of
 from unicron_lightning.regular_files import open_regular
 from unicron_lightning.worker.checkpoint_files import INDEX, folder_digests, names
 from unicron_lightning.worker.checkpoint_folders import FolderReader, HashingFiles, PlainObjects, load_index
@@ -135,15 +136,15 @@ def load(path: str | Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, A
     # In each rank: the library would report it as another error.
     with open(Path(path) / INDEX, "rb", opener=open_regular) as file:
         _check_kind(str(path), load_index(file, file.name).state_dict_metadata, optimizer)
-    for part in _parts(optimizer):
-        _prepare(part)
+    for part in parts_of(optimizer):
+        initialize_state(part)
     with _restricted():
         loaded = dist_checkpointing.load(sharded(chunks, optimizer, is_loading=True), str(path))
     for index, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded[_key(index, chunks)])
     with _steps_apart(optimizer):
         optimizer.load_state_dict(loaded["optimizer"])
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         _own_steps(part)
     rest: dict[str, Any] = loaded["rest"]
     return rest
@@ -168,7 +169,7 @@ def _check(path: str | Path) -> None:
 def _check_kind(path: str, stored: Iterable[str], optimizer: Any) -> None:
     """Refuse the state of another kind of optimizer, whose tensors have other names."""
     was = any(_MAIN_PARAMETER.match(name) for name in stored)
-    now = any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+    now = any(isinstance(part, DistributedOptimizer) for part in parts_of(optimizer))
     if was != now:
         raise ConfigError(
             f"{path!r} was written with use_distributed_optimizer={was}, and this run has "
@@ -192,13 +193,8 @@ def sharded(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[
 
 def without_ranges(optimizer: Any) -> dict[str, Any]:
     """Return what a checkpoint has of a distributed optimizer beside the ranges of its ranks."""
-    (part,) = _parts(optimizer)
+    (part,) = parts_of(optimizer)
     return {**part.state_dict(), "param_state_sharding_type": _SHARDING}
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    return parts
 
 
 class _Planner(PlainObjects, torch_format.MCoreLoadPlanner):
@@ -220,16 +216,6 @@ def _restricted() -> Iterator[None]:
         torch_format._get_filesystem_reader, torch_format.MCoreLoadPlanner = reader, planner
 
 
-def _prepare(part: Any) -> None:
-    """Initialize a fresh Adam's state, which megatron-core needs for loading and would create by an optimizer step."""
-    if part.optimizer is None:
-        return
-    part.init_state_fn(part.optimizer, part.config)
-    if isinstance(part.optimizer, torch.optim.Adam):
-        for state in part.optimizer.state.values():
-            state.setdefault("step", torch.zeros(()))
-
-
 @contextmanager
 def _steps_apart(optimizer: Any) -> Iterator[None]:
     """Keep a distributed optimizer from looking for torch Adam's step count among a parameter's tensors.
@@ -237,7 +223,7 @@ def _steps_apart(optimizer: Any) -> Iterator[None]:
     The checkpoint holds the count with the parameter groups, from which it was set; megatron-core 0.16 looks
     nevertheless.
     """
-    parts = [part for part in _parts(optimizer) if isinstance(part, DistributedOptimizer)]
+    parts = [part for part in parts_of(optimizer) if isinstance(part, DistributedOptimizer)]
     for part in parts:
         original = part._set_main_param_and_optimizer_states
 

@@ -17,20 +17,13 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.gradients import MainGradients
 from unicron_lightning.megatron.keeper import ShardKeeper
 from unicron_lightning.megatron.references import replace_groups, stale_groups
-from unicron_lightning.megatron.sharded import ShardedOptimizer, parameter_groups
+from unicron_lightning.megatron.sharded import ShardedOptimizer, init_momentum, parameter_groups, parts_of
 from unicron_lightning.megatron.world import Groups
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.worker import codec
 
 ForwardStep = Callable[[int], tuple[Tensor, Callable[[Tensor], Tensor]]]
 """Forward of a micro-batch on this stage: its output, and a function from that to the loss on the last stage."""
-
-
-def _init_momentum(optimizer: torch.optim.Optimizer, _: OptimizerConfig | None = None) -> None:
-    """Initialize the state of a fresh SGD, for which megatron-core has no such function."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else ():
-            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
 
 
 class ShardModel:
@@ -67,8 +60,8 @@ class ShardModel:
         self.config: Any = get_model_config(module)
         self.ddp: Any = DistributedDataParallel(self.config, ddp_config, module)
         self.optimizer: Any = get_megatron_optimizer(optimizer_config, [self.ddp], use_gloo_process_groups=False)
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            part.init_state_fn = part.init_state_fn or _init_momentum
+        for part in parts_of(self.optimizer):
+            part.init_state_fn = part.init_state_fn or init_momentum
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = None  # finalization is called separately, after the gate
         self.config.no_sync_func = None
@@ -163,7 +156,7 @@ class ShardModel:
         Without communication, except that with the distributed optimizer replicas gather the parameters.
         """
         self.before_update()
-        for optimizer in self.optimizer.chained_optimizers:
+        for optimizer in parts_of(self.optimizer):
             parameters = [] if optimizer.is_stub_optimizer else optimizer.get_parameters()
             if parameters and optimizer.config.clip_grad > 0.0:
                 clip_grad_by_total_norm_fp32(
@@ -204,7 +197,7 @@ class ShardModel:
 
     def kept(self) -> Iterator[Tensor]:
         """The optimizer's tensors, which change in updates only."""
-        for part in (part for part in self.optimizer.chained_optimizers if not part.is_stub_optimizer):
+        for part in (part for part in parts_of(self.optimizer) if not part.is_stub_optimizer):
             for group in part.optimizer.param_groups:
                 yield from group["params"]
             for state in part.optimizer.state.values():

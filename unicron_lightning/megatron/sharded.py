@@ -21,6 +21,7 @@ from unicron_lightning.replica.shards import Piece
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from megatron.core.optimizer import OptimizerConfig
     from torch import nn
 
 FIELDS: Final = ("param", "exp_avg", "exp_avg_sq")
@@ -53,6 +54,35 @@ def parameter_groups(chunks: Sequence[Any], config: Any) -> dict[int, int]:
     return {numbers[parameter]: place for place, group in groups for parameter in group["params"]}
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """List the optimizers in megatron-core's: those of a chain, or itself alone."""
+    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return parts
+
+
+def init_momentum(optimizer: torch.optim.Optimizer, _: OptimizerConfig | None = None) -> None:
+    """Initialize the state of a fresh SGD, for which megatron-core has no such function."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
+
+
+def initialize_state(part: Any) -> None:
+    """Initialize a fresh optimizer's state, which megatron-core needs for loading.
+
+    Megatron-core itself would create it by an optimizer step, which decays the weights.
+
+    Args:
+        part: one of `parts_of`; one without parameters on this rank is left as it is.
+    """
+    if part.optimizer is None:
+        return
+    part.init_state_fn(part.optimizer, part.config)
+    if isinstance(part.optimizer, torch.optim.Adam):  # Transformer Engine's Adam counts steps in its groups
+        for state in part.optimizer.state.values():
+            state.setdefault("step", torch.zeros(()))
+
+
 class ShardedOptimizer:
     """A rank's model chunks with their distributed optimizer.
 
@@ -72,7 +102,7 @@ class ShardedOptimizer:
         self._parameters: list[nn.Parameter] = [p for chunk in self._chunks for p in chunk.module.parameters()]
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._known_groups = dict(groups or {})
-        _materialise(self._optimizer)
+        initialize_state(self._optimizer)
 
     @property
     def device(self) -> torch.device:
@@ -189,7 +219,7 @@ class ShardedOptimizer:
         )
         optimizer.grad_stats_parallel_group = found["intra_dist_opt_group"]
         optimizer.tp_group = parallel_state.get_tensor_model_parallel_group()
-        _materialise(optimizer)
+        initialize_state(optimizer)
 
     def _trained(self) -> Iterator[Any]:
         """Parameters that have gradients."""
@@ -203,13 +233,13 @@ class ShardedOptimizer:
 
 def _only(optimizer: Any) -> Any:
     """The single distributed optimizer."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    if len(chained) != 1:
+    parts = parts_of(optimizer)
+    if len(parts) != 1:
         raise ConfigError(
-            f"the optimizer is a chain of {len(chained)}, as with expert parallelism and "
+            f"the optimizer is a chain of {len(parts)}, as with expert parallelism and "
             "overlap_param_gather_with_optimizer_step; expected one DistributedOptimizer for all parameters"
         )
-    return chained[0]
+    return parts[0]
 
 
 def _check_supported(chunks: Sequence[Any], optimizer: Any) -> None:
@@ -229,14 +259,6 @@ def _check_supported(chunks: Sequence[Any], optimizer: Any) -> None:
     if found := [name for name, is_so in refused.items() if is_so]:
         raise ConfigError(f"{', '.join(found)}: optimizer shards can be mirrored and moved only without; expected Adam "
                           "with use_distributed_optimizer=True in fp32 or bf16")  # fmt: skip
-
-
-def _materialise(optimizer: Any) -> None:
-    """Initialize a fresh Adam's state without megatron-core's optimizer step, which would decay the weights."""
-    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-    if isinstance(optimizer.optimizer, torch.optim.Adam):  # Transformer Engine's Adam counts steps in its groups
-        for state in optimizer.optimizer.state.values():
-            state.setdefault("step", torch.zeros(()))
 
 
 def _steps(adam: Any) -> float:
