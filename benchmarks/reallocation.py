@@ -21,7 +21,7 @@ from measure import Figures
 
 from unicron_lightning.demo.cluster import SharedNodes
 from unicron_lightning.demo.proof import micro_batches
-from unicron_lightning.demo.waf import Work, longest_stand
+from unicron_lightning.demo.sharing import Work, longest_stand
 
 LIMITS = {"heavy": (2.0, 2), "light": (1.0, 1)}
 """Weight and least nodes of each task."""

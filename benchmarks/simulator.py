@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from unicron_lightning.demo.cluster import SharedNodes
-from unicron_lightning.demo.waf import Work, longest_stand
+from unicron_lightning.demo.sharing import Work, longest_stand
 from unicron_lightning.planner.performance.table import MeasuredPoint, MeasuredTable
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.run import simulate

@@ -35,7 +35,6 @@ from unicron_lightning.strategies.collectives import default_group
 from unicron_lightning.strategies.collectives.lightning import CollectingStrategy
 from unicron_lightning.strategies.console import Announcements, say, take_over_bar
 from unicron_lightning.strategies.environment import own_device
-from unicron_lightning.strategies.global_batch import declare
 from unicron_lightning.strategies.membership import Membership
 from unicron_lightning.strategies.metrics.loggers import continue_files, follow, record_versions, take_over
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype
@@ -47,7 +46,7 @@ from unicron_lightning.strategies.passes.script_loaders import loading
 from unicron_lightning.strategies.passes.validation_clock import TimedValidation
 from unicron_lightning.strategies.reporting import StepReports, report_exception, told_flops
 from unicron_lightning.strategies.run_launcher import RunLauncher
-from unicron_lightning.strategies.schedule import Schedule
+from unicron_lightning.strategies.schedule import Schedule, declare
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state import join_state, saved_configuration
 from unicron_lightning.strategies.state.checkpointing import ReportedCheckpoints

@@ -18,8 +18,7 @@ from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.pass_loaders import ENDS, EvaluationLoader
 from unicron_lightning.data.seeding import seeded
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype, merge_calls
-from unicron_lightning.strategies.metrics.step_metrics import State, StepMetrics
-from unicron_lightning.strategies.metrics.torch_metrics import merge_metric_states, set_common_aside
+from unicron_lightning.strategies.metrics.step_metrics import State, StepMetrics, merge_metric_states, set_common_aside
 from unicron_lightning.strategies.passes.loaders import order_seed
 from unicron_lightning.strategies.passes.script_loaders import evaluation_loops
 from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unicron_lightning.callbacks.account import TimeAccount
+from unicron_lightning.callbacks.throughput import TimeAccount
 
 
 def ten_steps(account: TimeAccount, now: float, world: int = 2) -> float:

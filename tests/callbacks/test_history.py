@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from unicron_lightning import wire
-from unicron_lightning.callbacks.display import TaskView, picture
 from unicron_lightning.callbacks.history import KEPT, History, in_words
+from unicron_lightning.callbacks.monitor import TaskView, picture
 from unicron_lightning.coordinator.incidents.facts import BrokenConnection, IncidentClosed, WorkerDeath
 from unicron_lightning.coordinator.incidents.record import PHASES, Bill, Phase, PhaseCost
 

@@ -16,7 +16,7 @@ from torch.utils.data import Subset, default_collate
 
 from unicron_lightning.data.chunks import ChunkOrder
 from unicron_lightning.megatron import shim, toy
-from unicron_lightning.megatron.randomness import seed_micro_batch
+from unicron_lightning.strategies.megatron.batches import seed_micro_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,10 +23,17 @@ from unicron_lightning.link import end_tasks
 from unicron_lightning.node.command import activated, hand_token, torchrun_command, torchrun_environment
 from unicron_lightning.node.daemon import Daemon
 from unicron_lightning.node.logs import LogPipe, RotatingFile
-from unicron_lightning.node.options import NodeOptions, known_logs, make_options, remember_logs
+from unicron_lightning.node.options import (
+    NodeOptions,
+    Slot,
+    known_logs,
+    make_options,
+    remember_logs,
+    slots_of,
+    visible_devices,
+)
 from unicron_lightning.node.process import CANT_START
 from unicron_lightning.node.reconcile import GIVEN_UP_SECONDS, KILLED_SECONDS, AgentState, DueSteps, Key, steps
-from unicron_lightning.node.slots import Slot, slots_of, visible_devices
 from unicron_lightning.wire.daemon import Launch, NodeRun
 
 EIGHT = [str(number) for number in range(8)]

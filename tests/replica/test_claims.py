@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from unicron_lightning.replica.claims import claim_shard
+from unicron_lightning.replica.fabric import claim_shard
 
 
 def test_each_lacking_shard_is_claimed_as_often_as_it_is_lacking() -> None:

@@ -217,7 +217,7 @@ HANDS_OVER = """
 import os, signal, sys
 from unicron_lightning import wire
 from unicron_lightning.shared_memory import allocate
-from unicron_lightning.worker.memory_link import MemoryLink
+from unicron_lightning.worker.staging import MemoryLink
 
 link = MemoryLink("w", sys.argv[1])
 for step in (4, 8):

@@ -11,8 +11,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import isolation, parts, state
 from unicron_lightning.coordinator.actions import Turn
-from unicron_lightning.coordinator.allocation.concerned import AssignmentChanges
-from unicron_lightning.coordinator.allocation.places import DaemonPlaces, competing_tasks, has_places
+from unicron_lightning.coordinator.allocation.places import AssignmentChanges, DaemonPlaces, competing_tasks, has_places
 from unicron_lightning.coordinator.allocation.plans import gather, gathered, review_allocation, take_plan
 from unicron_lightning.coordinator.incidents import accounting
 from unicron_lightning.coordinator.lifecycle import Lifecycle

@@ -5,14 +5,18 @@ Two cores cannot show the work of six accelerators, so a micro-batch sleeps in p
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +31,54 @@ from unicron_lightning.coordinator.incidents.facts import (
 from unicron_lightning.demo.cluster import SharedNodes
 from unicron_lightning.demo.pictures import draw_sharing
 from unicron_lightning.demo.proof import Line, report, wasted
-from unicron_lightning.demo.waf import Phase, Work, longest_stand, mean_waf, waf_over_time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A task's finished steps.
+
+    Attributes:
+        ends: time.time() at the end of each step, rising.
+        worth: weight x FLOPs of one step.
+    """
+
+    ends: Sequence[float]
+    worth: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A phase of the act: from ``start`` to ``end``, time.time()."""
+
+    name: str
+    start: float
+    end: float
+
+
+def mean_waf(works: Mapping[str, Work], phase: Phase) -> float:
+    """Weighted FLOP/s over a phase."""
+    done = sum(work.worth * sum(1 for end in work.ends if phase.start < end <= phase.end) for work in works.values())
+    return done / (phase.end - phase.start)
+
+
+def waf_over_time(
+    works: Mapping[str, Work], start: float, end: float, window: float = 2.0, every: float = 0.1
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Moments [s], and the weighted FLOP/s of the ``window`` seconds before each."""
+    moments = np.arange(start, end, every)
+    total = np.zeros_like(moments)
+    for work in works.values():
+        ends = np.asarray(work.ends, dtype=np.float64)
+        counts = np.searchsorted(ends, moments, side="right") - np.searchsorted(ends, moments - window, side="right")
+        total += work.worth * counts / window
+    return moments, total
+
+
+def longest_stand(work: Work, start: float, end: float) -> float:
+    """Longest time without a finished step between two moments, in seconds."""
+    inside = [start, *(at for at in work.ends if start < at <= end), end]
+    return max(later - earlier for earlier, later in itertools.pairwise(inside))
+
 
 NODES: Final = 6
 WEIGHTS: Final = {"heavy": 4.0, "light": 1.0}

@@ -16,9 +16,11 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NoReturn, Protocol, TypeVar
+from datetime import timedelta
+from typing import Any, Final, Generic, Literal, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,13 +29,93 @@ from typing_extensions import Self
 
 from unicron_lightning import wire
 from unicron_lightning.replica.channels import Channels, Topology
-from unicron_lightning.replica.claims import LACKING, claim_shard, wait_lacking
 from unicron_lightning.replica.layout import ReplicaLayout, ReplicaShape, StateLost, Word, plan_layout
-from unicron_lightning.replica.partners import PartnerWatch
 from unicron_lightning.replica.peers import PeerGroup
 from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle
+from unicron_lightning.worker.communication.gloo import GlooGroup
 from unicron_lightning.worker.communication.store_clients import clients, name_key
 from unicron_lightning.worker.control.thread import EXIT_EXPELLED, Control
+
+LOOK_SECONDS: Final = 0.1
+"""Seconds between two looks of `PartnerWatch`."""
+
+
+class PartnerWatch:
+    """Detects a partner's cut of its replica's connections, for workers that wait in NCCL's kernels.
+
+    A worker that cuts its replica's connections shuts gloo's sockets, which all partners have beside NCCL's groups, and
+    aborts its own NCCL groups. Within a machine NCCL's peers share memory and are not notified. Therefore a thread
+    checks the sockets until it is closed or has detected a cut, and has this worker's groups aborted, too.
+
+    Args:
+        groups: with partners.
+        let_go: called from the watch's thread, once, when a connection of one of them has been closed.
+    """
+
+    def __init__(self, groups: Sequence[GlooGroup], let_go: Callable[[], None]) -> None:
+        self._groups = groups
+        self._let_go = let_go
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="unicron-partners", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread; call this before the groups are closed."""
+        self._closed.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._closed.wait(LOOK_SECONDS):
+            if any(group.broken() for group in self._groups):
+                self._let_go()
+                return
+
+
+LACKING: Final = "replica/lacking"
+"""Key of the record of missing shards: the epoch, the shards, and the address of the epoch's store.
+
+Each missing shard is claimed by one joiner.
+"""
+_CLAIM_TIMEOUT: Final = timedelta(seconds=10)
+_POLL_SECONDS: Final = 0.05
+
+
+def wait_lacking(control: Control) -> dict[str, Any] | None:
+    """Wait for a record with missing shards; the members may not have published the loss that this worker
+    replaces yet.
+    """
+    deadline = time.monotonic() + _CLAIM_TIMEOUT.total_seconds()
+    while time.monotonic() < deadline:
+        lacking: dict[str, Any] = json.loads(control.lookup(LACKING) or "{}")
+        if lacking.get("shards"):
+            return lacking
+        time.sleep(_POLL_SECONDS)
+    return None
+
+
+def claim_shard(lacking: dict[str, Any], first: int) -> int:
+    """Claim a missing shard in the epoch's store, each as often as it is missing.
+
+    Args:
+        lacking: record published by `ReplicaFabric`.
+        first: preferred shard.
+
+    Returns:
+        The claimed shard; any missing one if all are claimed (perhaps by workers that have died since), or if the
+        store's agent has died.
+    """
+    shards: list[int] = lacking["shards"]
+    wanted = [shard for shard in (first, *shards) if shard in shards]
+    prefix = f"{LACKING}/{lacking['epoch']}/{lacking['key']}"
+    try:
+        store = dist.TCPStore(lacking["host"], lacking["port"], is_master=False, timeout=_CLAIM_TIMEOUT)
+        for shard in dict.fromkeys(wanted):
+            if store.add(f"{prefix}/{shard}", 1) <= shards.count(shard):
+                return shard
+    except (RuntimeError, OSError) as error:
+        logger.warning("shard_not_claimed error=%s", error)
+    return wanted[0]
+
 
 logger = logging.getLogger(__name__)
 

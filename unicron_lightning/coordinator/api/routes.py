@@ -17,13 +17,13 @@ from aiohttp import web
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.access.guard import Guard
-from unicron_lightning.coordinator.api.checkpoints import versions_of
 from unicron_lightning.coordinator.api.reasons import staying, why_waiting
 from unicron_lightning.coordinator.api.status import cluster_status, task_status
 from unicron_lightning.coordinator.incidents import accounting
 from unicron_lightning.coordinator.incidents.facts import IncidentClosed
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.membership import replicas
+from unicron_lightning.coordinator.membership.memory import known, least_copies
 from unicron_lightning.coordinator.orders import injection, jobs, relayout
 from unicron_lightning.coordinator.state import Cluster, Task
 from unicron_lightning.coordinator.storage.event_log import PAGE_BYTES
@@ -320,3 +320,44 @@ class Api:
             newest=bool(numbers["newest"]),
         )
         return web.json_response(events)
+
+
+def versions_of(task: Task) -> list[dict[str, Any]]:
+    """Describe the versions of a task's state that the coordinator knows as plain JSON, newest first.
+
+    Each has ``tier`` (memory or disk), ``step``, ``life``, ``state``, ``bytes`` and ``holders``. In memory, ``state``
+    is ``complete``, ``usable`` (each part has a copy), ``incomplete`` or ``doubted``, and holders are the nodes with
+    their parts. On disk it is ``reported``, ``bytes`` is None if the workers do not know it, the holder is the path.
+    """
+    found = []
+    for version, parts in known(task).items():
+        least = least_copies(version, parts)
+        state = "complete" if least >= version.copies else "usable" if least else "incomplete"
+        holders: dict[str, list[int]] = {}
+        for part, copies in sorted(parts.items()):
+            for agent, _ in copies:
+                holders.setdefault(agent.node, []).append(part)
+        found.append(
+            {
+                "tier": "memory",
+                "step": version.step,
+                "life": version.life,
+                "state": state if version.epoch > task.memory.doubted else "doubted",
+                "bytes": sum(copy.size for copies in parts.values() for _, copy in copies),
+                "parts": version.parts,
+                "holders": holders,
+            }
+        )
+    for saved in task.checkpoints:
+        found.append(
+            {
+                "tier": "disk",
+                "step": saved.step,
+                "life": saved.life,
+                "state": "reported",
+                "bytes": saved.bytes,
+                "digest": saved.digest,
+                "holders": {saved.path: []},
+            }
+        )
+    return sorted(found, key=lambda each: (-each["step"], each["tier"] == "disk"))
