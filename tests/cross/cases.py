@@ -37,6 +37,8 @@ ORDERS: Final = ("drain", "resize", "agent", "leave", "everything", "coordinator
 node less and all again; an agent is killed with its workers, or leaves by SIGTERM, and another one comes; all agents
 are killed, and start again; the coordinator is killed, and starts again.
 """
+RELAYOUT: Final = "relayout"
+"""Two workers hold a replica instead of one, or one instead of two."""
 HOOKS: Final = ("half_rates", "rate_at_start", "scaled_weights", "counting", "ema", "swa", "stopping", "stop")
 STEPS_IN_EPOCH: Final = 6
 """Least number of optimizer steps of an epoch, in a world of two without accumulation."""
@@ -68,7 +70,7 @@ class Order:
 
     Attributes:
         fit, step: when: at the start of this step, or a later one that is the first.
-        kind: of `ORDERS`.
+        kind: of `ORDERS`, or `RELAYOUT`.
         node: number of the node that it concerns.
     """
 
@@ -104,6 +106,11 @@ class Script:
         saves: empty, ``model``, ``folder`` or ``memory``: kind of checkpoint.
         resumes: whether the first fit has the ``ckpt_path`` of another run's checkpoint after one epoch.
         epochs: of the first fit.
+        limit: most batches of a device in an epoch; 0: none.
+        most_steps: of the fit; 0: no limit.
+        reload: whether a data module gives the data anew in each epoch.
+        metric: whether a torchmetrics metric is logged.
+        after: whether a validation follows the fits.
     """
 
     strategy: str = "unicron"
@@ -131,6 +138,11 @@ class Script:
     saves: str = ""
     resumes: bool = False
     epochs: int = 2
+    limit: int = 0
+    most_steps: int = 0
+    reload: bool = False
+    metric: bool = False
+    after: bool = False
 
     @property
     def double(self) -> bool:
@@ -220,8 +232,8 @@ def draw(seed: int, *, megatron: bool = False) -> Case:
         orders = [_order(chance, script) for _ in range(chance.choice((1, 1, 2)))]
         strikes = strikes[: chance.randrange(3)]
     least = script.workers if chance.random() < 0.3 else script.shard_size
-    if any(each.kind in ("drain", "resize") for each in orders):
-        least = script.shard_size  # an order that leaves too few is refused
+    if any(each.kind in ("drain", "resize", RELAYOUT) for each in orders):
+        least = max(script.shard_size, 2 * any(each.kind == RELAYOUT for each in orders))  # with fewer it is refused
     waits = chance.random() < 0.8
     return Case(script=script, strikes=tuple(strikes), orders=tuple(orders), waits=waits, least=least, plain=plain)
 
@@ -268,7 +280,13 @@ def _script(chance: random.Random) -> Script:
         saves=chance.choice(("", "", "model", "model", "folder", "memory", "memory")),
         resumes=chance.random() < 0.15,
         epochs=chance.choice((2, 3)),
+        limit=chance.choice((0, 0, 0, 0, 4)),
+        most_steps=chance.choice((0, 0, 0, 0, 7)) if fits == 1 else 0,
+        reload=chance.random() < 0.15,
+        metric=not sharded and chance.random() < 0.2,
+        after=chance.random() < 0.15,
     )
+    made = replace(made, after=made.after and bool(made.validation))
     whole = made.data == "map" and made.samples == 24 and not sharded  # a batch of one sample has no variance
     return made if whole else replace(made, norm=False)
 
@@ -303,7 +321,7 @@ def _strike(chance: random.Random, script: Script, *, later: bool) -> Strike:
     points = [each for each in POINTS if ("valid" not in each or validates) and ("save" not in each or saves)]
     point = chance.choice(points) if chance.random() < 0.5 else str(chance.randrange(FUNCTIONS))
     return Strike(
-        fit=chance.randint(1, script.fits),
+        fit=chance.randint(1, script.fits + (script.after and "valid" in point)),
         step=chance.randrange(0, _steps(script)),
         point=point,
         rank=chance.randrange(script.workers),
@@ -315,15 +333,15 @@ def _strike(chance: random.Random, script: Script, *, later: bool) -> Strike:
 
 def _steps(script: Script) -> int:
     """Return a number of steps that the first fit has at least."""
-    steps = STEPS_IN_EPOCH * script.epochs // max(1, script.accumulation) - 2
-    return min(steps, 8) if "stop" in script.hooks else steps
+    steps = min(STEPS_IN_EPOCH, script.limit or STEPS_IN_EPOCH) * script.epochs // max(1, script.accumulation) - 2
+    return max(1, min(steps, 8 if "stop" in script.hooks else steps, script.most_steps or steps))
 
 
 def _order(chance: random.Random, script: Script) -> Order:
     return Order(
         fit=chance.randint(1, script.fits),
         step=chance.randrange(0, _steps(script)),
-        kind=chance.choice(ORDERS),
+        kind=chance.choice((*ORDERS, RELAYOUT, RELAYOUT) if script.strategy != "unicron" else ORDERS),
         node=chance.randrange(script.workers),
     )
 

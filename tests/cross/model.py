@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics import MeanMetric
 
 LARGE: Final = 2.6
 """Batches with a larger value overflow, if gradients are scaled."""
@@ -49,6 +50,8 @@ class Net(pl.LightningModule):
         vars(self)["strikes"] = strikes
         torch.manual_seed(0)
         self.core = Core(script)
+        if script.metric:
+            self.seen = MeanMetric()
         if script.unused:
             self.unused = nn.Linear(2, 2)
         self.register_buffer("offset", torch.zeros(1, dtype=torch.float64))
@@ -74,6 +77,9 @@ class Net(pl.LightningModule):
             self.strikes.at("forward", self.trainer)
         loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        if self.script.metric:
+            self.seen(loss.detach())
+            self.log("seen", self.seen, on_step=False, on_epoch=True)
         self.log("used", checksum(batch), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
         if self.strikes is not None and loss.requires_grad:
             loss = Backward.apply(loss, self)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from cross.cases import Case, Order, smaller
+from cross.cases import RELAYOUT, Case, Order, smaller
 from cross.training import OLD, written
 from joins.running import Alone, Site, World
 
@@ -105,14 +105,15 @@ def _give_orders(site: Site, world: World, case: Case, folder: Path) -> list[str
     for number, order in enumerate(case.orders):
         mark = folder / f"given-{number}"
         if (folder / f"order-{number}").exists() and not mark.exists():
-            _give(site, world, order, folder, number)
+            _give(site, world, case, folder, number)
             mark.touch()
             kinds.append(order.kind)
     world.keep_up()
     return kinds
 
 
-def _give(site: Site, world: World, order: Order, folder: Path, number: int) -> None:
+def _give(site: Site, world: World, case: Case, folder: Path, number: int) -> None:
+    order: Order = case.orders[number]
     match order.kind:
         case "drain":
             path = f"/v1/nodes/{quoted(world.label(order.node))}"
@@ -132,6 +133,10 @@ def _give(site: Site, world: World, order: Order, folder: Path, number: int) -> 
             for node in range(world.size):
                 (folder / f"died-order{number}-{node}").touch()
                 world.replace(node, signal.SIGKILL)
+        case kind if kind == RELAYOUT:
+            size = 2 if case.script.shard_size == 1 else 1
+            sizes = {"shards": size} if case.script.strategy == "unicron_fsdp" else {"tp": 1, "pp": size}
+            _ask(site, f"/v1/tasks/{quoted(world.task)}/{RELAYOUT}", **sizes)
         case "coordinator":
             site.cluster.kill_coordinator()
             site.cluster.start_coordinator()

@@ -139,6 +139,9 @@ def trainer_of(script: Script, folder: Path, strikes: Strikes | None, *, plain: 
         precision=None if script.scaler or megatron else "64-true",
         plugins=mixed if script.scaler else None,  # type: ignore[arg-type]
         max_epochs=script.epochs,
+        max_steps=script.most_steps or -1,
+        limit_train_batches=script.limit * (script.workers if plain else 1) or 1.0,
+        reload_dataloaders_every_n_epochs=int(script.reload),
         accumulate_grad_batches=max(1, script.accumulation) * (script.workers if plain and script.accumulation else 1),
         gradient_clip_val=None if megatron else script.clip or None,
         callbacks=[*callbacks_of(script, folder, plain=plain), *own],
@@ -178,6 +181,27 @@ def save_old(case: Case, folder: Path) -> None:
     trainer.fit(module, data(case.script, plain=case.plain), _validation(case.script))
 
 
+class Data(pl.LightningDataModule):
+    """Gives the data anew when it is asked for them."""
+
+    def __init__(self, script: Script, *, plain: bool) -> None:
+        super().__init__()
+        self._script, self._plain = script, plain
+
+    def train_dataloader(self) -> Any:
+        return data(self._script, plain=self._plain)
+
+    def val_dataloader(self) -> Any:
+        return _validation(self._script) or []
+
+
+def _fit(trainer: pl.Trainer, module: pl.LightningModule, script: Script, old: Path | None, *, plain: bool) -> None:
+    if script.reload:
+        trainer.fit(module, datamodule=Data(script, plain=plain), ckpt_path=old)
+    else:
+        trainer.fit(module, data(script, plain=plain), _validation(script), ckpt_path=old)
+
+
 def _validation(script: Script) -> Any:
     return DataLoader(TensorDataset(samples(7, 9)), batch_size=2) if script.validation else None
 
@@ -197,15 +221,21 @@ def train(case: Case, folder: Path, *, alone: bool) -> dict[str, Any]:
         else:
             trainer.fit_loop.max_epochs += script.epochs  # type: ignore[operator]
         old = (folder.parent if alone else folder) / OLD if script.resumes and number == 1 else None
-        trainer.fit(module, data(script, plain=plain), _validation(script), ckpt_path=old)
+        _fit(trainer, module, script, old, plain=plain)
         fits.append([trainer.global_step, trainer.current_epoch])
     assert trainer is not None
+    found: Any = None
+    if script.after:
+        if strikes is not None:
+            strikes.fit = script.fits + 1
+        found = trainer.validate(module, DataLoader(TensorDataset(samples(7, 9)), batch_size=2), verbose=False)
     if strikes is not None:
         strikes.end()
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return {
         **_tensors(trainer, module),
         "fits": fits,
+        "validated": found,
         "schedulers": [_numbers(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
         "counted": [each.started for each in trainer.callbacks if isinstance(each, Counted)],  # type: ignore[attr-defined]
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items() if name != "loss_step"},
@@ -245,7 +275,7 @@ def written(folder: Path, other: Path | None = None) -> dict[str, Any]:
         "kept": sorted(
             str(path.relative_to(folder))
             for path in paths
-            if path.parent.name == "saved" and not path.name.startswith("last-pause-")  # no callback's
+            if path.parent.name == "saved" and not path.name.startswith(("last-pause-", "relayout-"))
         ),
     }
 
