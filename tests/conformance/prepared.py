@@ -12,6 +12,7 @@ parent.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -58,7 +59,7 @@ class ForkServer:
         """The connection of its stub and its pidfd, of each process that has not been reaped."""
 
     def serve(self) -> list[str]:
-        """Serve; return in each forked process, with the words of its command."""
+        """Serve; return in each forked process, with the words of its command. A stub may be killed at any time."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:
@@ -66,13 +67,16 @@ class ForkServer:
                         return words
                 elif isinstance(key.fileobj, int):
                     self._reap(key.data)
-                else:
+                elif key.data in self._stubs:  # else it was reaped in this turn
                     self._selector.unregister(key.fileobj)
                     os.kill(key.data, signal.SIGKILL)
 
     def _fork(self) -> list[str] | None:
         stub, _ = self._listener.accept()
         content, outputs, _, _ = socket.recv_fds(stub, _REQUEST_BYTES, 2)
+        if not content:
+            stub.close()
+            return None
         request, parent = json.loads(content), os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -82,7 +86,7 @@ class ForkServer:
             return list(request["words"])
         for each in outputs:
             os.close(each)
-        stub.send(str(pid).encode())
+        _tell(stub, pid)
         pidfd = os.pidfd_open(pid)
         self._stubs[pid] = stub, pidfd
         self._selector.register(stub, selectors.EVENT_READ, pid)
@@ -96,7 +100,7 @@ class ForkServer:
         os.close(pidfd)
         if stub in self._selector.get_map():
             self._selector.unregister(stub)
-            stub.send(str(code).encode(), socket.MSG_NOSIGNAL)
+            _tell(stub, code)
         stub.close()
 
     def _close(self) -> None:
@@ -105,6 +109,11 @@ class ForkServer:
         for stub, pidfd in self._stubs.values():
             stub.close()
             os.close(pidfd)
+
+
+def _tell(stub: socket.socket, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        stub.send(str(number).encode(), socket.MSG_NOSIGNAL)
 
 
 def _become(request: dict[str, object], outputs: list[int], parent: int) -> None:

@@ -162,6 +162,8 @@ class Script:
             buffer=False,
             dropout=False,
             optimizer="adamw" if self.optimizer == "manual" else self.optimizer,
+            # Lightning refuses a second fit with a schedule of accumulation.
+            accumulation=self.accumulation or (2 if self.fits > 1 else 0),
             data={"both": "map", "budget": "stream"}.get(self.data, self.data),
             validation="epoch" if self.validation == "steps" else self.validation,
             hooks=tuple(each for each in self.hooks if each not in unequal),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -64,6 +66,18 @@ PLANTED = {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with site(tmp_path_factory.mktemp("cross")) as made:
         yield made
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(150)
+def test_forks_go_on_whenever_a_stub_is_killed(place: Site, tmp_path: Path) -> None:
+    command, output = [*place.stub, "cross.cases", str(tmp_path), "name"], subprocess.DEVNULL
+    for number in range(60):
+        with subprocess.Popen(command, stdout=output, stderr=output) as stub:
+            time.sleep(0.001 * number)
+            stub.kill()
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert "module 'cross.cases' has no attribute 'main'" in ended.stderr
 
 
 @pytest.mark.faults
