@@ -36,7 +36,7 @@ from unicron_lightning.strategies.collectives.lightning import CollectingStrateg
 from unicron_lightning.strategies.console import Announcements, say, take_over_bar
 from unicron_lightning.strategies.environment import own_device
 from unicron_lightning.strategies.membership import Membership
-from unicron_lightning.strategies.metrics.loggers import continue_files, follow, record_versions, take_over
+from unicron_lightning.strategies.metrics.loggers import continue_files, follow, follows, record_versions, take_over
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype
 from unicron_lightning.strategies.metrics.sums import SumsLayout
 from unicron_lightning.strategies.parallelism import Parallelism
@@ -192,6 +192,12 @@ class FaultTolerantStrategy(CollectingStrategy):
             if self._collectives is not None:
                 self._collectives.record_start()
 
+    def _end_training(self) -> None:
+        """End the training of a fit, and wait until rank 0 has written its last rows: if it has died, another does."""
+        self.parallelism.finish()
+        if self.engine.world.size > 1 and follows(self.trainer.loggers):
+            self.collectives.barrier()
+
     # ---- start
 
     @override
@@ -242,7 +248,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         saved_configuration.note_saved(trainer, session.control)
         self._timed = TimedValidation(trainer, lambda due: bool(self.broadcast(due)))
         self.stopping = Stopping(trainer, session.engine)
-        surround(trainer.fit_loop, "on_run_end", before=parallelism.finish)
+        surround(trainer.fit_loop, "on_run_end", before=self._end_training)
         dtype = logged_dtype(self.precision_plugin)
         trainer.fit_loop.epoch_loop._results = RecordingResults(True, self.reduce, dtype=dtype)
         parallelism.evaluation.begin_run(trainer)

@@ -75,6 +75,11 @@ def follow(loggers: Sequence[Logger]) -> None:
             each.log_metrics = _Following(each)  # type: ignore[method-assign]
 
 
+def follows(loggers: Sequence[Logger]) -> bool:
+    """Return whether rows are kept that rank 0 might not write."""
+    return bool(_continued(loggers))
+
+
 def versions(loggers: Sequence[Logger]) -> list[int | str | None]:
     """Return the versions of the loggers that continue, in order: numbers, or names of their runs."""
     return [each.version for each in _continued(loggers)]

@@ -288,7 +288,8 @@ def _script(chance: random.Random) -> Script:
         metric=not sharded and chance.random() < 0.2,
         after=chance.random() < 0.15,
     )
-    made = replace(made, after=made.after and bool(made.validation))
+    # A fit without a step does not wait for its second worker.
+    made = replace(made, after=made.after and bool(made.validation), most_steps=0 if made.resumes else made.most_steps)
     whole = made.data == "map" and made.samples == 24 and not sharded  # a batch of one sample has no variance
     return made if whole else replace(made, norm=False)
 

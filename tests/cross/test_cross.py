@@ -36,6 +36,8 @@ KEPT = {
         "strikes": [{"step": 1, "point": "on_train_end", "rank": 0}]}""",
     "first_fit_stopped_within_an_epoch": """{"script": {"hooks": ["stop"], "saves": "model", "fits": 2,
         "resumes": true}, "strikes": [{"fit": 2, "step": 8, "rank": -1}]}""",
+    "row_of_the_last_epoch": """{"script": {"saves": "model"}, "strikes": [{"step": 11, "point": "on_train_epoch_end",
+        "rank": 0}]}""",
     "weights_changed_after_a_validation": """{"script": {"strategy": "unicron_fsdp", "hooks": ["scaled_weights"],
         "validation": "epoch"}, "strikes": [{"step": 8}], "plain": true}""",
 }
