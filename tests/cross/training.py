@@ -256,12 +256,13 @@ def _tensors(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
     }
 
 
-def written(folder: Path, other: Path | None = None) -> dict[str, Any]:
+def written(folder: Path, other: Path | None = None, *, leftovers: bool = True) -> dict[str, Any]:
     """Return what a run has left on disk: the rows of its logs, and the names of its checkpoints.
 
     Args:
         folder: of the run.
         other: of another run within it, which does not count.
+        leftovers: whether folders of unfinished versions count, which a later version removes after an hour.
     """
     rows: dict[str, Any] = {}
     paths = [
@@ -276,6 +277,7 @@ def written(folder: Path, other: Path | None = None) -> dict[str, Any]:
             str(path.relative_to(folder))
             for path in paths
             if path.parent.name == "saved" and not path.name.startswith(("last-pause-", "relayout-"))
+            if leftovers or path.suffix != ".unfinished"
         ),
     }
 
