@@ -89,7 +89,7 @@ class Script:
         shard_size: workers of a replica.
         zero: whether the optimizer's state is divided among replicas (Megatron's distributed optimizer).
         workers: of the world.
-        optimizer: ``sgd``, ``adam``, ``adamw``, or ``manual``: two, of which one steps in every other batch.
+        optimizer: ``sgd``, ``adam``, ``adamw``, or ``manual``: two; one of them steps in every other batch.
         groups: parameter groups.
         schedule: of the rate: empty, ``step``, ``epoch`` or ``plateau``.
         frozen: a layer that is frozen: empty, ``always``, or ``first``, in the first epoch.
@@ -108,7 +108,7 @@ class Script:
         epochs: of the first fit.
         limit: most batches of a device in an epoch; 0: none.
         most_steps: of the fit; 0: no limit.
-        reload: whether a data module gives the data anew in each epoch.
+        reload: whether a data module gives the data again in each epoch.
         metric: whether a torchmetrics metric is logged.
         after: whether a validation follows the fits.
     """
@@ -176,7 +176,7 @@ class Case:
 
     Attributes:
         script: the training.
-        strikes: deaths, of which some may find no occasion.
+        strikes: deaths; some may find no occasion.
         orders: what else happens.
         waits: whether survivors wait for each replacement before their next step, so that it joins.
         least: workers of the smallest world; survivors of a smaller one hold.
@@ -288,10 +288,19 @@ def _script(chance: random.Random) -> Script:
         metric=not sharded and chance.random() < 0.2,
         after=chance.random() < 0.15,
     )
-    # A fit without a step does not wait for its second worker.
-    made = replace(made, after=made.after and bool(made.validation), most_steps=0 if made.resumes else made.most_steps)
-    whole = made.data == "map" and made.samples == 24 and not sharded  # a batch of one sample has no variance
-    return made if whole else replace(made, norm=False)
+    return _mended(made)
+
+
+def _mended(script: Script) -> Script:
+    """Return a script without what does not fit the rest of it."""
+    # A batch of one sample has no variance, and a fit without a step does not wait for its second worker.
+    whole = script.data == "map" and script.samples == 24 and script.strategy != "unicron_fsdp"
+    return replace(
+        script,
+        norm=script.norm and whole,
+        after=script.after and bool(script.validation),
+        most_steps=0 if script.resumes else script.most_steps,
+    )
 
 
 def _megatron(chance: random.Random) -> Script:

@@ -1,4 +1,4 @@
-"""Kills workers, and has orders given, as a history says."""
+"""Kills workers, and has orders given, by a history."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRODUCT: Final = ("/unicron_lightning/", "/strategies/", "/callbacks/")
 
 
 class Strikes(pl.Callback):
-    """Kills workers as a history says.
+    """Kills workers by a history.
 
     Args:
         case: has the history.
@@ -84,7 +84,7 @@ class Strikes(pl.Callback):
         _wait(PATIENCE_SECONDS, lambda: _changes(trainer) or trainer.world_size >= trainer.num_nodes)
 
     def order(self, trainer: pl.Trainer) -> None:
-        """Have the orders given that are due, and wait for a moment for what they bring."""
+        """Have the orders given that are due, and wait a moment for their effect."""
         for number, order in enumerate(self._case.orders):
             path = self._folder / f"order-{number}"
             if order.fit != self.fit or trainer.global_step < order.step or path.exists():
