@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from unicron_lightning.strategies.collectives.operations import RECORD_BYTES
 from unicron_lightning.strategies.console import say_saved, take_over_bar
-from unicron_lightning.strategies.console import take_over_bar
 from unicron_lightning.strategies.metrics.loggers import follows, take_over
 from unicron_lightning.strategies.session import FitPassed
 from unicron_lightning.strategies.state import callbacks, join_state, resumed_run
