@@ -40,13 +40,11 @@ from unicron_lightning.strategies.metrics.loggers import continue_files, follow,
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype
 from unicron_lightning.strategies.metrics.sums import SumsLayout
 from unicron_lightning.strategies.parallelism import Parallelism
-from unicron_lightning.strategies.passes import estimates
-from unicron_lightning.strategies.passes.loaders import Loaders
+from unicron_lightning.strategies.passes.loaders import Loaders, install_estimates
 from unicron_lightning.strategies.passes.script_loaders import loading
-from unicron_lightning.strategies.passes.validation_clock import TimedValidation
 from unicron_lightning.strategies.reporting import StepReports, report_exception, told_flops
 from unicron_lightning.strategies.run_launcher import RunLauncher
-from unicron_lightning.strategies.schedule import Schedule, declare
+from unicron_lightning.strategies.schedule import Schedule, TimedValidation, declare
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state import join_state, saved_configuration
 from unicron_lightning.strategies.state.checkpointing import ReportedCheckpoints
@@ -523,4 +521,4 @@ class FaultTolerantStrategy(CollectingStrategy):
 
 
 lightning_root.meet(FaultTolerantStrategy)
-estimates.install()
+install_estimates()

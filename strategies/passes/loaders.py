@@ -33,6 +33,7 @@ from unicron_lightning.data.stream_loader import StreamLoader
 from unicron_lightning.data.stream_pass import StreamPass, most_of
 from unicron_lightning.data.stream_reader import StreamOpener
 from unicron_lightning.data.streams import StreamEnds, Streams
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, unwrapped
 from unicron_lightning.strategies.passes.script_loaders import (
     evaluation_loops,
@@ -45,6 +46,7 @@ from unicron_lightning.worker.operations import Agreement, unpack_parts
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+
 
 logger = logging.getLogger(__name__)
 
@@ -442,3 +444,31 @@ def _position(trainer: pl.Trainer) -> tuple[int, int]:
 def order_seed() -> int:
     """Return the seed of Lightning's samplers under ddp."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+_LIGHTNINGS: Final[Any] = pl.Trainer.estimated_stepping_batches
+
+
+def estimated_steps(trainer: pl.Trainer) -> float:
+    """Return `Trainer.estimated_stepping_batches`; with a strategy of this project, a stream's stated steps count.
+
+    Raises:
+        ConfigError: nothing limits the steps, so that Lightning gives -1.
+    """
+    loaders = getattr(trainer.strategy, "loaders", None)
+    if not isinstance(loaders, Loaders):
+        own: float = _LIGHTNINGS.fget(trainer)
+        return own
+    with loaders.estimating(trainer):
+        found: float = _LIGHTNINGS.fget(trainer)
+    if found == -1 and loaders.training is not None:  # otherwise there is no data yet
+        raise ConfigError(
+            "trainer.estimated_stepping_batches: the training data is iterable without a length, and so the number of "
+            "steps is not known; set Trainer(max_steps=...) or Trainer(limit_train_batches=...)"
+        )
+    return found
+
+
+def install_estimates() -> None:
+    """Have trainers give this estimate, wherever a script asks for it."""
+    pl.Trainer.estimated_stepping_batches = property(estimated_steps, doc=_LIGHTNINGS.__doc__)  # type: ignore[method-assign,assignment]

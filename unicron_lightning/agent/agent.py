@@ -32,13 +32,12 @@ from unicron_lightning.agent.link.session import CoordinatorSession, SessionHook
 from unicron_lightning.agent.options import AgentOptions
 from unicron_lightning.agent.round_view import RoundView, SharedView, call, registration
 from unicron_lightning.agent.scratch_folder import ScratchFolder
-from unicron_lightning.agent.workers.fencing import Fencing
 from unicron_lightning.agent.workers.inspection import Inspector
 from unicron_lightning.agent.workers.kernel_evidence import Deaths
-from unicron_lightning.agent.workers.last_output import LastOutput, folder_of_logs
 from unicron_lightning.agent.workers.local_socket import LocalHooks, LocalServer
 from unicron_lightning.agent.workers.memory import AgentMemory
-from unicron_lightning.agent.workers.roster import Roster
+from unicron_lightning.agent.workers.process_end import LastOutput, folder_of_logs
+from unicron_lightning.agent.workers.roster import Fencing, Roster
 from unicron_lightning.agent.workers.slot_lock import SlotGate, SlotLock
 from unicron_lightning.agent.workers.supervisor import Exit, Supervisor, WatchedProcess
 from unicron_lightning.detection.exits import LEFT_EARLY

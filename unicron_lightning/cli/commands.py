@@ -9,14 +9,11 @@ from typing import Any
 
 from unicron_lightning.cli import (
     certs,
-    checkpoints,
-    dashboard,
     export,
     incidents,
     inject,
     inspection,
     jobs,
-    metrics,
     node,
     orders,
     run,
@@ -96,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
-    shown = (inspection, checkpoints, incidents, report, dashboard, metrics, top)
+    shown = (inspection, incidents, report, top)
     for group in (run, *shown, orders, inject, jobs, node, certs, export):
         group.add_parsers(commands)
     add_plan_parser(commands)

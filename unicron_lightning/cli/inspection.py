@@ -1,17 +1,21 @@
-"""``unicron status`` and ``unicron events``: the coordinator's state and log."""
+"""``unicron status``, ``events``, ``checkpoints``, ``dashboard`` and ``metrics``: the coordinator's state and log."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
+import webbrowser
+from http import HTTPStatus
 from typing import Any
 
-from unicron_lightning.cli.client import access_of, answering, fetch
+from unicron_lightning.cli.client import access_of, answering, connecting, fetch, quoted, request
 from unicron_lightning.cli.jobs import print_jobs
-from unicron_lightning.cli.output import all_visible, console, table
+from unicron_lightning.cli.output import all_visible, console, table, visible
 from unicron_lightning.cli.stored import ask, stored
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
+from unicron_lightning.proof import scrape_credential
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,6 +27,17 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     events = commands.add_parser("events", parents=[asking], help="show the event log")
     events.add_argument("--since", type=int, default=0, metavar="SEQ", help="only events after this one")
     events.set_defaults(run=_events)
+    does = "show the versions of a task's state from which it can resume"
+    shown = commands.add_parser("checkpoints", parents=[answering()], help=does)
+    shown.add_argument("task", metavar="TASK", help="its name (torchrun's --rdzv-id)")
+    shown.set_defaults(run=_checkpoints)
+    page = commands.add_parser("dashboard", parents=[answering()], help="open the coordinator's page in a browser")
+    page.add_argument("--open", action="store_true", help="start the browser of this machine")
+    page.set_defaults(run=_dashboard)
+    figures = commands.add_parser("metrics", parents=[connecting()], help="show the figures for Prometheus")
+    words = "print the credential for Prometheus instead: it permits to read /metrics, and nothing else"
+    figures.add_argument("--credential", action="store_true", help=words)
+    figures.set_defaults(run=_metrics)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -152,4 +167,64 @@ def _events(options: argparse.Namespace) -> int:
         at = time.strftime("%H:%M:%S", time.localtime(event["at"])) + f"{event['at'] % 1:.3f}"[1:]
         fields = " ".join(f"{name}={json.dumps(value)}" for name, value in event["fields"].items())
         print(f"{event['seq']:6d} {at} {event['task'] or '-'} {event['incident'] or '-'} {event['name']} {fields}")
+    return 0
+
+
+def _checkpoints(options: argparse.Namespace) -> int:
+    path = f"/v1/tasks/{quoted(options.task)}/checkpoints"
+    versions: list[dict[str, Any]] = fetch(options.endpoint, path, access_of(options))
+    if options.json:
+        print(json.dumps(versions, indent=2))
+        return 0
+    shown = table("step", "tier", "state", "life", "size", "held by")
+    for each in versions:
+        holders = (_holder(name, parts) for name, parts in each["holders"].items())
+        row = (str(each["step"]), each["tier"], each["state"], str(each["life"]), _size(each["bytes"]))
+        shown.add_row(*map(visible, row), visible(", ".join(holders)))
+    console().print(shown if versions else "no versions are known")
+    return 0
+
+
+def _holder(name: str, parts: list[int]) -> str:
+    return f"{name} ({' '.join(map(str, parts))})" if parts else name
+
+
+def _size(number: int | None) -> str:
+    if number is None:
+        return ""
+    size, unit = float(number), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _dashboard(options: argparse.Namespace) -> int:
+    """Print the address of the page, with a code that opens it once."""
+    access = access_of(options)
+    answer = fetch(options.endpoint, "/v1/dashboard/code", access, method="POST")
+    status = fetch(options.endpoint, "/v1/status", access)["coordinator"]
+    scheme = "https" if status["encrypted"] else "http"
+    # Browsers send no server the part behind "#", so that the code is in no log; the page removes it from the address.
+    address = f"{scheme}://{options.endpoint}/dashboard#code={answer['code']}"
+    if options.json:
+        print(json.dumps({"address": address, "seconds": answer["seconds"]}, indent=2))
+    else:
+        print(f"{address}\nIt opens the page once, within {answer['seconds'] / 60:.0f} minutes.")
+    if options.open:
+        webbrowser.open(address)
+    return 0
+
+
+def _metrics(options: argparse.Namespace) -> int:
+    """Print the figures as Prometheus reads them, or the credential that it needs."""
+    access = access_of(options)
+    if options.credential:
+        print(scrape_credential(access.token.secret))
+        return 0
+    status, answer = request(options.endpoint, "GET", "/metrics", access)
+    if status != HTTPStatus.OK:
+        raise CoordinatorUnavailable(f"{options.endpoint} answers HTTP {status}")
+    sys.stdout.write(answer.decode())
     return 0

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unicron_lightning import wire
-from unicron_lightning.agent.workers.fencing import SIBLING_SECONDS, Fencing
-from unicron_lightning.agent.workers.roster import ENDING_SECONDS, Roster
+from unicron_lightning.agent.workers.roster import ENDING_SECONDS, SIBLING_SECONDS, Fencing, Roster
 from unicron_lightning.worker.siblings import HOOKS_SECONDS
 
 REPORT = wire.ErrorReport(

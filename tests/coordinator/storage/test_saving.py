@@ -23,8 +23,7 @@ from unicron_lightning.coordinator.config import CoordinatorConfig
 from unicron_lightning.coordinator.config.composition import from_composed, register_schema
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.server.server import Server
-from unicron_lightning.coordinator.storage.batch import MOST_LOGGED_CHARACTERS, MOST_UNWRITTEN_EVENTS, Batch
-from unicron_lightning.coordinator.storage.saving import Saving
+from unicron_lightning.coordinator.storage.batch import MOST_LOGGED_CHARACTERS, MOST_UNWRITTEN_EVENTS, Batch, Saving
 from unicron_lightning.coordinator.storage.store import Store
 from unicron_lightning.credentials import token_for
 from unicron_lightning.link import open_socket

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unicron_lightning.strategies.passes.validation_clock import TimedValidation
+from unicron_lightning.strategies.schedule import TimedValidation
 
 
 @pytest.mark.parametrize("answer", [False, True])

@@ -17,9 +17,14 @@ from unicron_lightning.cli.plan.config import (
     TransformerConfig,
 )
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.planner.failures.model import SECONDS_PER_HOUR, ConstantHazard, FailureModel, Hazard
+from unicron_lightning.planner.failures.model import (
+    SECONDS_PER_HOUR,
+    ConstantHazard,
+    FailureModel,
+    Hazard,
+    WeibullHazard,
+)
 from unicron_lightning.planner.failures.rate import RateBelief
-from unicron_lightning.planner.failures.weibull import WeibullHazard
 from unicron_lightning.planner.performance.calibrated import CalibratedModel
 from unicron_lightning.planner.performance.cluster import PRESETS, Hardware
 from unicron_lightning.planner.performance.model import PerformanceModel

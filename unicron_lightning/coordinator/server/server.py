@@ -55,9 +55,8 @@ from unicron_lightning.coordinator.server.presence import Presence
 from unicron_lightning.coordinator.server.reading import Take, read
 from unicron_lightning.coordinator.server.session import PeerConnection, frame_of
 from unicron_lightning.coordinator.server.timers import SteadyClock, Timers
-from unicron_lightning.coordinator.storage.batch import Batch
+from unicron_lightning.coordinator.storage.batch import Batch, Saving
 from unicron_lightning.coordinator.storage.database import StoreUnusable, default_state_dir, prepare_state_dir
-from unicron_lightning.coordinator.storage.saving import Saving
 from unicron_lightning.coordinator.storage.store import Store
 from unicron_lightning.credentials import Token, is_loopback
 from unicron_lightning.private_files import RECORD, open_private
