@@ -17,7 +17,7 @@ import pytest
 from unicron_lightning import LocalCluster
 from unicron_lightning.coordinator.storage.store import Store
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
-from unicron_lightning.local_cluster.processes import MARK, lives, until
+from unicron_lightning.local_cluster.processes import MARK, kill, lives, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 TOY = Path(__file__).parents[1] / "agent" / "toy_worker.py"
@@ -48,6 +48,41 @@ def test_kill_stop_drain_add_and_end(tmp_path: Path) -> None:
         assert cluster.wait_exit() == {"node0": 0, "node1": 0, "node2": -signal.SIGKILL}
         assert "stop_ordered" in cluster.log("node0"), "drained"
     assert not cluster.processes.alive() and not cluster.temporary.exists() and tmp_path.exists()
+
+
+TIED = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from unicron_lightning.parent_death import tie_to
+
+folder = Path(sys.argv[1])
+if sys.argv[2:]:
+    signal.signal(signal.SIGTERM, lambda *about: (folder / "left").touch())
+    tie_to(os.getppid())
+    (folder / "ready").touch()
+else:
+    subprocess.Popen([sys.executable, __file__, folder, "below"])
+time.sleep(60)
+"""
+
+
+def test_no_process_of_a_killed_node_leaves_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel sends SIGTERM to a daemon's torchruns when the daemon has died."""
+
+    def late(pid: int, number: int = signal.SIGKILL) -> bool:
+        time.sleep(0.3)
+        return kill(pid, number)
+
+    (tmp_path / "tied.py").write_text(TIED)
+    cluster = LocalCluster(["train.py"])
+    monkeypatch.setattr(cluster, "coordinator", lambda: None)
+    monkeypatch.setattr("unicron_lightning.local_cluster.cluster.kill", late)
+    cluster.agents["node0"] = subprocess.Popen([sys.executable, str(tmp_path / "tied.py"), str(tmp_path)])
+    until("its process", (tmp_path / "ready").exists, 60)
+    below = psutil.Process(cluster.agents["node0"].pid).children()
+    cluster.kill_node("node0")
+    until("their end", lambda: not any(lives(process.pid) for process in below), 20)
+    assert len(below) == 1 and not (tmp_path / "left").exists()
 
 
 def test_events_while_a_coordinator_makes_its_database(tmp_path: Path) -> None:

@@ -239,11 +239,14 @@ class LocalCluster:
         """Send SIGKILL to all processes of a node, as a power failure would; return the time of it."""
         at, agent, spared = time.time(), self.agents[node], self.coordinator()
         with contextlib.suppress(psutil.NoSuchProcess):
-            below = psutil.Process(agent.pid).children(recursive=True)
-            agent.kill()
-            for process in below:
-                if process.pid != spared:  # an agent that started the coordinator is its parent
-                    kill(process.pid)
+            first = psutil.Process(agent.pid)
+            first.suspend()
+            # An agent that started the coordinator is its parent.
+            below = [process.pid for process in first.children(recursive=True) if process.pid != spared]
+            # Stopped first: at the first death the kernel sends SIGTERM to others, which would leave in order.
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in (agent.pid, *below):
+                    kill(pid, number)
         agent.wait()
         return at
 
