@@ -232,11 +232,11 @@ def test_a_sweep_that_is_terminated_cancels_its_jobs() -> None:
     class Terminated(FakeCoordinator):
         def __call__(self, path: str, **options: Any) -> Any:
             if path == "/v1/jobs" and not options:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)  # to this thread: another one may see os.kill's only later
             return super().__call__(path, **options)
 
     states = {0: "succeeded", 1: "running", 2: "queued"}
-    coordinator = Terminated(*[states] * 1000)  # the signal may be noticed some looks later
+    coordinator = Terminated(*[states] * 3)
     with pytest.raises(SystemExit) as ended:
         run(coordinator)
     assert ended.value.code == 143
