@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def launch_reference(program: str, folder: Path, cases: Iterable[str], out: Path
     arguments = [*port, str(PROGRAMS / program), "ddp", str(out), *cases]
     if _run(arguments, folder, REFERENCE_SECONDS, {}) is None:
         print(f"the reference hung, another is started:\n{_end(folder / 'torchrun.log', 20_000)}", file=sys.__stderr__)
+        shutil.rmtree(out, ignore_errors=True)  # its checkpoints would make the names of others differ
         launch(arguments, folder, REFERENCE_SECONDS)
 
 
