@@ -56,11 +56,22 @@ class Story:
         names |= {worker: node for worker, node in members.items() if node not in names.values()}
         return self.see(Settled(step=step, members=names), gone=gone)
 
-    def fail(self, node: str, kind: str = "exited_abnormally", *, gone: str = "", fault: str = "") -> list[Decision]:
+    def fail(
+        self,
+        node: str,
+        kind: str = "exited_abnormally",
+        *,
+        gone: str = "",
+        fault: str = "",
+        place: str = "",
+        step: int = 0,
+        cause: str = "exit 1",
+    ) -> list[Decision]:
         """Fail a member on the node; its agent starts another."""
         worker = next(worker for worker, member in self.record.joined.items() if member.node == node)
         self.round += 1
-        failure = Failure(kind=kind, node=node, agent=node, worker=worker, cause="exit 1", at=self.now, fault=fault)
+        about = {"cause": cause, "fault": fault, "place": place}
+        failure = Failure(kind=kind, node=node, agent=node, worker=worker, at=self.now, step=step, **about)
         return self.see(Error(failure=failure), gone=gone)
 
     def fail_and_return(self, node: str, step: int, kind: str = "exited_abnormally", *, gone: str = "") -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from coordinator.driver import FakeAgent, World, running
 from coordinator.severity.story import NODES, Story
-from coordinator.severity.test_apply import come_back, progress, settle_all
+from coordinator.severity.test_apply import answer, come_back, progress, settle_all
 from coordinator.severity.test_reports import events, exits, report
 
 from unicron_lightning import wire
@@ -158,4 +158,85 @@ def test_a_member_that_raises_the_same_twice_ends_the_task_with_the_traceback():
     [stopped] = events(world, "task_stopped")
     assert stopped["rule"] == "the program fails"
     assert "it broke (raised again, KeyError in linear.py:125" in stopped["reason"]
+    assert FRAMES[1] in stopped["reason"]
+
+
+def recur(
+    story: Story, failures: list[tuple[int, int]], place: str = "x.py:3", cause: str = "no batch at {step}"
+) -> None:
+    """Have workers of a and b in turns, as rank 0 is one and then the other, raise an exception in members.
+
+    Args:
+        failures: the finished steps at each failure, and those when its successor joins.
+    """
+    for number, (step, join) in enumerate(failures):
+        story.see(StepsFinished(step=step))
+        story.fail(NODES[number % 2], "other_software_error", place=place, cause=cause.format(step=step), step=step)
+        story.settle(step, without=NODES[number % 2])
+        story.settle(join)
+
+
+@pytest.mark.parametrize(
+    ("failures", "found"),
+    [
+        ([(100, 103), (200, 204), (300, 302), (400, 409)], "every 100 steps"),
+        ([(57, 65), (100, 101), (157, 166), (200, 203), (257, 260)], ""),
+        ([(10_007, 10_020), (20_011, 20_020), (29_990, 30_000), (40_123, 40_130), (50_000, 50_007)], ""),
+        ([(100, 103), (200, 204), (300, 302)], ""),
+        ([(2, 2), (4, 4), (6, 6), (8, 8), (10, 10)], ""),
+    ],
+    ids=["regular", "two in turns", "rare", "three", "soon"],
+)
+def test_an_exception_at_equal_distances_ends_the_task(failures: list[tuple[int, int]], found: str) -> None:
+    story = Story()
+    recur(story, failures)
+    stops = [decision.reason for decision in story.all if decision.action == "stop"]
+    assert len(stops) == bool(found)
+    assert all(f"(raised again, x.py:3, {found})" in reason for reason in stops)
+
+
+def test_an_exception_after_as_many_steps_of_each_worker_ends_the_task() -> None:
+    story, joined = Story(nodes="a"), 0
+    for away in (3, 9, 4, 5):
+        story.see(StepsFinished(step=joined + 50))
+        story.fail("a", "other_software_error", place="x.py:3", step=joined + 50)
+        story.settle(joined + 50, without="a")
+        assert "stop" not in story.actions() or away == 5
+        joined += 50 + away
+        story.settle(joined)
+    assert "x.py:3, after 50 steps of each worker" in story.all[-1].reason
+
+
+def test_regular_exceptions_that_differ_or_are_long_ago_end_nothing() -> None:
+    for other in ({"place": "y.py:4"}, {"cause": "another text"}):
+        story = Story()
+        recur(story, [(100, 103), (200, 204), (300, 302)])
+        recur(story, [(400, 403)], **other)
+        assert "stop" not in story.actions()
+        recur(story, [(500, 503)])
+        assert "stop" not in story.actions()
+    story = Story()
+    for step in range(100, 1000, 100):
+        recur(story, [(step, step + 4)])
+        story.now += 1300.0
+    assert "stop" not in story.actions()
+
+
+def test_an_exception_on_one_rank_every_ten_steps_ends_the_task_with_its_traceback() -> None:
+    world = World()
+    a, b = running(world, 2, nodes=(1, 4))
+    settle_all(world, a, b)
+    details = {"type": "RuntimeError", "frames": FRAMES}
+    for step in (9, 19, 29, 39):
+        assert not events(world, "task_stopped")
+        progress(a, step - 1)  # the coordinator knows of one step less
+        report(b, "other_software_error", details=details, step=step)
+        exits(b)
+        answer(world, a, step=step)
+        if step < 39:
+            come_back(b)
+            progress(a, step + 4)
+            settle_all(world, a, b)
+    [stopped] = events(world, "task_stopped")
+    assert "linear.py:125 forward, called by train.py:3 step, every 10 steps" in stopped["reason"]
     assert FRAMES[1] in stopped["reason"]

@@ -203,13 +203,15 @@ def _view(task: Task, turn: Turn) -> FailureContext:
 
 def failure_of(task: Task, turn: Turn, agent: Agent, told: UnattributedError, worker: str | None) -> Failure:
     """Describe an error for the workflow; with a worker if the error ended it."""
+    record, reporter = task.severity, task.workers.get(worker or "")
+    fit = 0 if reporter is None else reporter.fit
     return Failure(
         kind=told.kind,
         node=agent.node,
         agent=agent.id,
         worker=worker,
         cause=told.cause,
-        step=task.severity.step,
+        step=record.step if told.step is None else record.steps(fit, told.step),
         at=turn.now,
         fault=told.fault,
         place=told.place,

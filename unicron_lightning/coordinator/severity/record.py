@@ -25,7 +25,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     cause: str = ""
     """Readable cause: exit status, signal, ..."""
     step: int = 0
-    """Number of optimizer steps known to be finished."""
+    """Number of optimizer steps finished when it occurred, as its worker reported, or else as known."""
     at: float = 0.0
     """time.time() of the coordinator."""
     fault: str = ""
@@ -45,6 +45,8 @@ class UnattributedError(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     cause: str
+    step: int | None = None
+    """Number of optimizer steps that the worker had finished in its fit; None if it did not report one."""
     fault: str = ""
     place: str = ""
     first: bool = False
@@ -58,6 +60,17 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     step: int
     """Number of optimizer steps that were finished at the start."""
+
+
+class Recurrence(msgspec.Struct, frozen=True, kw_only=True):
+    """An exception of the program in a member that had taken part in more than its first steps."""
+
+    step: int
+    """Number of optimizer steps that were finished."""
+    age: int
+    """Number of those in which the worker had taken part."""
+    at: float
+    """time.time() of the coordinator."""
 
 
 class Series(msgspec.Struct, kw_only=True):
@@ -120,6 +133,9 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
     places: dict[str, str] = {}
     """`Failure.place` of the last failure of each agent's workers."""
 
+    recurring: dict[str, list[Recurrence]] = {}
+    """The last times of an exception of the program, by its type, place and text without numbers."""
+
     reattempts: list[float] = []
     """Times of SEV3 reactions in place since a step was finished."""
     named: dict[str, int] = {}
@@ -164,6 +180,7 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
         self.raised.clear()
         self.faults.clear()
         self.places.clear()
+        self.recurring.clear()
         for failure in self.failed:
             self.series.pop(failure.node, None)
         self.failed.clear()

@@ -102,7 +102,9 @@ def _told(message: wire.ErrorReport) -> UnattributedError:
     frames = frames_of(message)[-_SHOWN:]
     place, first = place_of(message, kind), message.details.get("first") is True
     fault = fault_of(message, kind)
-    return UnattributedError(kind=kind, cause=message.cause, fault=fault, place=place, first=first, frames=frames)
+    return UnattributedError(
+        kind=kind, cause=message.cause, step=message.step, fault=fault, place=place, first=first, frames=frames
+    )
 
 
 def _goes_on(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:

@@ -23,6 +23,9 @@ TRIALS: Final = 2
 EXITS: Final = 3
 """Rounds of one agent that may end by themselves before any worker of the task has registered."""
 
+RECURRENCES: Final = 4
+"""Times that an exception recurs regularly until it is the script's: three equal distances are no chance."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FailureContext:
@@ -270,7 +273,8 @@ RULES: Final = (
         on="judged",
         when="two lives, or two rounds of one agent before any worker trained, ended by the same exception of the "
         "program: type, place and step; or two workers in a row of one agent, the second in its first validation, "
-        "test, prediction, checkpoint or end of a data epoch: type and place",
+        "test, prediction, checkpoint or end of a data epoch: type and place; or it recurred regularly, "
+        f"{RECURRENCES} times within `cordon_window`",
         holds=lambda case: case.record.repeated is not None and not case.view.trial,
         action="stop",
         then="the task ends, with its diagnosis and the traceback",

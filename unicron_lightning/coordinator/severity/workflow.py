@@ -17,17 +17,29 @@ that does ends its node's series.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Union
 
 from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.coordinator.severity.errors import SEVERITY
-from unicron_lightning.coordinator.severity.record import EQUAL_FAILURES, KEPT, Failure, Joined, Series, SeverityRecord
-from unicron_lightning.coordinator.severity.rules import Case, Decision, FailureContext, Rule, first
+from unicron_lightning.coordinator.severity.record import (
+    EQUAL_FAILURES,
+    KEPT,
+    Failure,
+    Joined,
+    Recurrence,
+    Series,
+    SeverityRecord,
+)
+from unicron_lightning.coordinator.severity.rules import RECURRENCES, Case, Decision, FailureContext, Rule, first
 
 ATTEMPT_SECONDS: Final = 1.0
 """Time within which failures at a step are one attempt to get past it."""
+_NUMBERS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
+"""Parts of an exception's text that may differ each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +224,7 @@ def _progress(record: SeverityRecord, step: int, limits: Limits) -> None:
 
 def _judge(record: SeverityRecord, step: int, limits: Limits, view: FailureContext, now: float) -> list[Decision]:
     """Judge the failures of the ended epoch, now that its progress is known."""
+    lasted: list[tuple[Failure, Joined]] = []
     for failure in record.unjudged:
         came = record.joined.pop(failure.worker or "", None)  # it has no part in steps that finish from here on
         if came is None:
@@ -220,6 +233,7 @@ def _judge(record: SeverityRecord, step: int, limits: Limits, view: FailureConte
             _count(record, failure)
         else:
             _lasted(record, came)
+            lasted.append((failure, came))
     failures, record.unjudged = record.unjudged, []
     _progress(record, step, limits)
     for failure in failures:
@@ -227,6 +241,8 @@ def _judge(record: SeverityRecord, step: int, limits: Limits, view: FailureConte
         if failure.fault and failure.fault not in record.raised:
             record.raised.append(failure.fault)
         _compare(record, failure)
+    for failure, came in lasted:
+        _recur(record, failure, came, limits)
     failed = any(failure.kind != "lost_connection" for failure in failures)
     if failed and record.step in (record.mark, record.base) and _is_another(record.attempted_at, now):
         record.attempts, record.attempted_at = record.attempts + 1, now
@@ -246,6 +262,29 @@ def _compare(record: SeverityRecord, failure: Failure) -> None:
     if failure.place and failure.first and record.places.get(failure.agent) == failure.place:
         record.faults[f"{failure.place} (agent {failure.agent})"] = 2
     record.places[failure.agent] = failure.place
+
+
+def _recur(record: SeverityRecord, failure: Failure, came: Joined, limits: Limits) -> None:
+    """Compare an exception of a member that had lasted with the last ones of the same text, of any agent.
+
+    Chance does not raise it at equal distances, or after as many steps of each worker. The others finish the steps
+    meanwhile, so no other rule ends the replacements.
+    """
+    if not failure.place:
+        return
+    key = f"{failure.place}: {_NUMBERS.sub('#', failure.cause)}"
+    new = Recurrence(step=failure.step, age=failure.step - came.step, at=failure.at)
+    before = record.recurring.pop(key, [])
+    counted = [each for each in before if each.step < new.step and new.at - each.at < limits.cordon_window]
+    last = [*counted, new][-RECURRENCES:]
+    record.recurring = {**dict([*record.recurring.items()][1 - KEPT :]), key: last}
+    distances = {later.step - each.step for each, later in pairwise(last)}
+    if len(last) < RECURRENCES or min(distances) < limits.soon_steps:
+        return
+    if len(distances) == 1:
+        record.faults[f"{failure.place}, every {distances.pop()} steps"] = RECURRENCES
+    elif len({each.age for each in last}) == 1:
+        record.faults[f"{failure.place}, after {new.age} steps of each worker"] = RECURRENCES
 
 
 def _is_another(before: float | None, now: float) -> bool:
