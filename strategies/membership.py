@@ -293,15 +293,20 @@ def part(strategy: FaultTolerantStrategy, trainer: pl.Trainer, state: dict[str, 
     # Lightning's `ckpt_path="last"` finds that of a pause if the folder is that of the next task, too.
     name = "last-pause" if engine.world.kind == "pause" else engine.world.kind
     path = _checkpoint_folder(trainer) / f"{name}-step={trainer.global_step}.ckpt"
-    rest = {key: value for key, value in state.items() if key != "checkpoint"}
     with terminable(), engine.activity.during("checkpoint"):
-        strategy.save_checkpoint({**state["checkpoint"], WHOLE: codec.encode(rest)}, path)
+        save_whole(strategy, state, path)
         word = msgspec.structs.replace(strategy.reported.saved[str(path)], parting=True)
         for logger in trainer.loggers:
             logger.save()
         say_saved(trainer, engine.world, path)
         strategy.persisting.finish(_OTHERS_SECONDS)
         engine.run(Parting(lambda: control.send(word)))
+
+
+def save_whole(strategy: FaultTolerantStrategy, state: dict[str, Any], path: Path) -> None:
+    """Write the state for a joiner as a checkpoint, at a step boundary."""
+    rest = {key: value for key, value in state.items() if key != "checkpoint"}
+    strategy.save_checkpoint({**state["checkpoint"], WHOLE: codec.encode(rest)}, path)
 
 
 def _checkpoint_folder(trainer: pl.Trainer) -> Path:

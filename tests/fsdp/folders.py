@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -31,7 +32,7 @@ REST = {"global_step": 1, "lr_schedulers": [], "loops": {"a": 1}}
 
 
 class Net(nn.Module):
-    """Rows that two and three shards divide unequally, or not at all; tied, frozen, and a buffer."""
+    """Rows that two and three shards divide unequally, or not at all; tied, frozen, late and unused, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +40,7 @@ class Net(nn.Module):
         self.tokens, self.inner, self.one = nn.Embedding(7, 4), nn.Linear(4, 5), nn.Linear(5, 1)
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.tokens.weight
+        self.late, self.unused = nn.Linear(4, 3), nn.Linear(3, 2)
         self.inner.bias.requires_grad_(False)
         self.register_buffer("seen", torch.arange(3))
 
@@ -49,14 +51,16 @@ def groups_of(net: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def whole_run(net: nn.Module) -> torch.optim.AdamW:
-    """A step of AdamW by known gradients, on whole parameters or this worker's shards."""
+    """Two steps of AdamW by known gradients, on whole parameters or this worker's shards; the first without `late`."""
     matrices, vectors = groups_of(net)
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 0.5}]
     optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9))
-    for number, parameter in enumerate([*matrices, *vectors]):
-        gradient = torch.sin(torch.arange(float(parameter.numel())) + number).view(parameter.shape)
-        parameter.grad = like(shard_of(gradient, parameter), parameter)
-    optimizer.step()
+    left = [list(net.unused.parameters()), list(net.late.parameters())]
+    for step, without in enumerate(({*left[0], *left[1]}, {*left[0]})):
+        for number, parameter in enumerate([*matrices, *vectors]):
+            gradient = torch.sin(torch.arange(float(parameter.numel())) + number + step).view(parameter.shape)
+            parameter.grad = None if parameter in without else like(shard_of(gradient, parameter), parameter)
+        optimizer.step()
     return optimizer
 
 
@@ -89,13 +93,14 @@ def alone(path: Path, net: nn.Module | None = None) -> None:
     folder.finish_folder(unfinished, path, [part], folder.places_of(net, optimizer), REST)
 
 
-def check_shard(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_shard(net: nn.Module, optimizer: torch.optim.Optimizer, *, plain: bool = False) -> None:
     """Compare this worker's shards with those of a step on whole parameters."""
     expected = Net()
     wanted, found = whole_run(expected).state_dict(), optimizer.state_dict()
     for (name, own), whole in zip(net.state_dict().items(), expected.state_dict().values(), strict=True):
         assert torch.equal(local_shard(own), shard_of(whole, own)), name
     assert found["param_groups"] == wanted["param_groups"]
+    assert plain or found["state"].keys() == wanted["state"].keys()
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for number, values in wanted["state"].items():
         own = {key: local_shard(value) for key, value in found["state"][number].items()}
@@ -135,15 +140,16 @@ def exchange(rank: int, world: int, root: Path) -> Any:
         dist.barrier()
     plain, trained = fresh(init_device_mesh("cpu", (world,)))
     state = {"state_dict": get_model_state_dict(plain), "optimizer_0": get_optimizer_state_dict(plain, trained)}
-    dcp.load(state, checkpoint_id=root / "by2")
+    partly = DefaultLoadPlanner(allow_partial_load=True)  # torch makes a state for parameters that are not used, too
+    dcp.load(state, checkpoint_id=root / "by2", planner=partly)
     set_model_state_dict(plain, state["state_dict"])
     set_optimizer_state_dict(plain, trained, state["optimizer_0"])
-    check_shard(plain, trained)
+    check_shard(plain, trained, plain=True)
     dcp.save(state, checkpoint_id=root / "plainly")
     for writer, size in product((*(f"by{size}" for size in SIZES), "plainly"), SIZES):
         if rank < size:
             net, optimizer = fresh(meshes[size])
             folder.load_module(root / writer, net)
             folder.load_optimizer_part(folder.read_optimizer_part(root / writer, net), net, optimizer)
-            check_shard(net, optimizer)
+            check_shard(net, optimizer, plain=writer == "plainly")
     dist.destroy_process_group()

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from unicron_lightning import UnicronFSDPStrategy, UnicronStrategy, wire
 from unicron_lightning.callbacks import UnicronCheckpoint
 from unicron_lightning.fsdp.mesh import local_shard
+from unicron_lightning.strategies import membership
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.checkpoint_files import digest_of
@@ -89,6 +90,20 @@ class Saved(pl.Callback):
         self.state = state_of(trainer)
 
 
+class Parts(Saved):
+    """Saves as at a pause, or before another layout, and keeps the state of that moment."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *others: Any) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.global_step == SAVED:
+            membership.save_whole(strategy, strategy._membership.state(trainer), self.path)
+            self.state = state_of(trainer)
+
+
 class Resumes(pl.Callback):
     """Gives a run a checkpoint of its task, as a new life's."""
 
@@ -135,7 +150,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def strategy_of(name: str, form: str) -> Any:
     if name == "unicron":
         return UnicronStrategy()
-    return UnicronFSDPStrategy(shard_size=1, blocks=("Network",), save_distributed_checkpoint=form == "folder")
+    return UnicronFSDPStrategy(shard_size=1, blocks=("Network",), save_distributed_checkpoint="folder" in form)
 
 
 def checkpoints(rank: int, world: int, folder: Path, strategy: str, form: str) -> None:
@@ -145,12 +160,13 @@ def checkpoints(rank: int, world: int, folder: Path, strategy: str, form: str) -
 
 
 def checkpoint(folder: Path, strategy: str, form: str, way: str, groups: int) -> None:
-    saver: type[ModelCheckpoint] = UnicronCheckpoint if form == "beside" else ModelCheckpoint
-    saved = Saved()
-    writes = saver(folder, "{step}", every_n_train_steps=SAVED)
-    fitted(strategy_of(strategy, form), Module(groups), SAVED, saved, writes)
     path = folder / f"step={SAVED}.ckpt"
-    assert path.is_dir() == (form != "file")
+    saver: type[ModelCheckpoint] = UnicronCheckpoint if form == "beside" else ModelCheckpoint
+    parts = form.startswith("parting")
+    saved = Parts(path) if parts else Saved()
+    writes = [] if parts else [saver(folder, "{step}", every_n_train_steps=SAVED)]
+    fitted(strategy_of(strategy, form), Module(groups), SAVED, saved, *writes)
+    assert path.is_dir() == (form not in ("file", "parting"))
     assert any(name.startswith("net.late.weight ") for name in saved.state["tensors"])
     again = Module(groups)
     itself = [Resumes(path)] if way == "itself" else []

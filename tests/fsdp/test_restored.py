@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,11 @@ STRATEGIES = ("unicron", "unicron_fsdp")
 
 @pytest.mark.parametrize(
     ("strategy", "form"),
-    [(name, form) for name in STRATEGIES for form in ("file", "beside")] + [("unicron_fsdp", "folder")],
+    [
+        *product(STRATEGIES, ("file", "beside", "parting")),
+        ("unicron_fsdp", "folder"),
+        ("unicron_fsdp", "parting in a folder"),
+    ],
 )
 def test_a_checkpoint(worlds: Worlds, tmp_path: Path, strategy: str, form: str) -> None:
     worlds.run("restored:checkpoints", 1, tmp_path, strategy=strategy, form=form)

@@ -20,11 +20,12 @@ STEPS = 6
 
 
 def train(folder: Path, agents: int, **settings: Any) -> dict[int, dict[str, Any]]:
-    """Run a task to its end; return its steps as rank 0 recorded them."""
+    """Run a task to its end, without deaths in a complete world; return its steps as rank 0 recorded them."""
     folder.mkdir()
     schedule = settings.pop("schedule", [])
     replica = settings["tp"] * settings["pp"]
-    nodes = f"{replica}:{replica * settings['dp']}"
+    most = replica * settings["dp"]
+    nodes = f"{replica if schedule else most}:{most}"
     cluster = Cluster(folder, script=SCRIPT, agents=agents, nodes=nodes, schedule=schedule, settings=settings)
     with cluster:
         ended = lambda: all(agent.poll() is not None for agent in cluster.agents.values())  # noqa: E731
