@@ -72,6 +72,9 @@ NAMED: Final[dict[str, Named]] = {
     "callbacks.stochastic_weight_averaging[norms]": Named(
         row="`StochasticWeightAveraging` with BatchNorm", places=r"trainer0\.(counters\.0|hooks)"
     ),
+    "loops.batch_norm_that_trains_in_validation[running]": Named(
+        row="buffers that an evaluation changes", places=r"trainer0\.parameters\.norm\.(running_|num_batches)"
+    ),
     "interfaces.environment_of_a_plugin": Named(row="a `ClusterEnvironment` among the `plugins`", places="environment"),
 }
 

@@ -8,6 +8,7 @@ from conformance.lab import Lab
 from conformance.net import Net, loader
 from conformance.table import scenario
 from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
+from torch import Tensor, nn
 
 
 @scenario(
@@ -104,6 +105,25 @@ def evaluate(lab: Lab, **settings: Any) -> None:
     lab.see(predicted=trainer.predict(module))
     trainer.fit(module)
     lab.see(again=trainer.validate(verbose=False, ckpt_path=None, model=module))
+
+
+@scenario(
+    running={"track_running_stats": True},
+    of_batches={"track_running_stats": False},
+)
+def batch_norm_that_trains_in_validation(lab: Lab, **options: Any) -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3, **options)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.norm(x))
+
+        def on_validation_model_eval(self) -> None:
+            self.train()
+
+    lab.trainer(val_check_interval=2).fit(Normed())
 
 
 @scenario(

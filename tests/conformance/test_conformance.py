@@ -12,6 +12,8 @@ from conformance.worlds import run_worlds
 
 SHORT = (
     "loops.fit[val_interval_float]",
+    "loops.batch_norm_that_trains_in_validation[running]",
+    "loops.batch_norm_that_trains_in_validation[of_batches]",
     "checkpoints.contents_of[fit]",
     "checkpoints.model_checkpoint[best_two_last]",
     "logged.in_training_step[both]",
