@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -162,34 +163,44 @@ def test_a_member_that_raises_the_same_twice_ends_the_task_with_the_traceback():
 
 
 def recur(
-    story: Story, failures: list[tuple[int, int]], place: str = "x.py:3", cause: str = "no batch at {step}"
+    story: Story, failures: list[tuple[int, int]], nodes: str = "ab", place: str = "x.py:3", **about: str
 ) -> None:
-    """Have workers of a and b in turns, as rank 0 is one and then the other, raise an exception in members.
+    """Have members raise an exception.
 
     Args:
+        story: of the task.
         failures: the finished steps at each failure, and those when its successor joins.
+        nodes: the members' nodes in turn.
+        place: of the exception.
+        about: further facts about it.
     """
-    for number, (step, join) in enumerate(failures):
+    for (step, join), node in zip(failures, cycle(nodes), strict=False):
         story.see(StepsFinished(step=step))
-        story.fail(NODES[number % 2], "other_software_error", place=place, cause=cause.format(step=step), step=step)
-        story.settle(step, without=NODES[number % 2])
+        given = {"cause": f"no batch at {step}", **about}
+        story.fail(node, "other_software_error", place=place, step=step, **given)
+        story.settle(step, without=node)
         story.settle(join)
 
 
 @pytest.mark.parametrize(
-    ("failures", "found"),
+    ("nodes", "failures", "found"),
     [
-        ([(100, 103), (200, 204), (300, 302), (400, 409)], "every 100 steps"),
-        ([(57, 65), (100, 101), (157, 166), (200, 203), (257, 260)], ""),
-        ([(10_007, 10_020), (20_011, 20_020), (29_990, 30_000), (40_123, 40_130), (50_000, 50_007)], ""),
-        ([(100, 103), (200, 204), (300, 302)], ""),
-        ([(2, 2), (4, 4), (6, 6), (8, 8), (10, 10)], ""),
+        ("ab", [(100, 103), (200, 204), (300, 302), (400, 409)], "every 100 steps"),
+        ("b", [(1010, 1063), (1070, 1122), (1130, 1191), (1200, 1260)], "every 10 steps"),
+        ("b", [(10, 63), (70, 122), (133, 191), (201, 260)], ""),
+        ("b", [(400, 411), (1200, 1213), (2000, 2017), (2400, 2490)], ""),
+        ("ab", [(57, 65), (100, 101), (157, 166), (200, 203), (257, 260)], ""),
+        ("b", [(10_007, 10_020), (20_011, 20_020), (29_990, 30_000), (40_123, 40_130), (50_000, 50_007)], ""),
+        ("ab", [(100, 103), (200, 204), (300, 302)], ""),
+        ("ab", [(2, 2), (4, 4), (6, 6), (8, 8), (10, 10)], ""),
     ],
-    ids=["regular", "two in turns", "rare", "three", "soon"],
+    ids=["rank 0", "the last rank", "irregular", "passed", "two in turns", "rare", "three", "soon"],
 )
-def test_an_exception_at_equal_distances_ends_the_task(failures: list[tuple[int, int]], found: str) -> None:
+def test_an_exception_at_multiples_of_a_number_of_steps_ends_the_task(
+    nodes: str, failures: list[tuple[int, int]], found: str
+) -> None:
     story = Story()
-    recur(story, failures)
+    recur(story, failures, nodes)
     stops = [decision.reason for decision in story.all if decision.action == "stop"]
     assert len(stops) == bool(found)
     assert all(f"(raised again, x.py:3, {found})" in reason for reason in stops)

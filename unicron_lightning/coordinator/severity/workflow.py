@@ -17,6 +17,7 @@ that does ends its node's series.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -267,8 +268,9 @@ def _compare(record: SeverityRecord, failure: Failure) -> None:
 def _recur(record: SeverityRecord, failure: Failure, came: Joined, limits: Limits) -> None:
     """Compare an exception of a member that had lasted with the last ones of the same text, of any agent.
 
-    Chance does not raise it at equal distances, or after as many steps of each worker. The others finish the steps
-    meanwhile, so no other rule ends the replacements.
+    Chance does not raise it at multiples of a number of steps, or after as many steps of each worker: of errors that
+    strike one step in twenty, about one in a thousand would be taken for regular, of rarer ones fewer. The others
+    finish the steps meanwhile, so no other rule ends the replacements.
     """
     if not failure.place:
         return
@@ -278,11 +280,14 @@ def _recur(record: SeverityRecord, failure: Failure, came: Joined, limits: Limit
     counted = [each for each in before if each.step < new.step and new.at - each.at < limits.cordon_window]
     last = [*counted, new][-RECURRENCES:]
     record.recurring = {**dict([*record.recurring.items()][1 - KEPT :]), key: last}
-    distances = {later.step - each.step for each, later in pairwise(last)}
+    distances = [later.step - each.step for each, later in pairwise(last)]
     if len(last) < RECURRENCES or min(distances) < limits.soon_steps:
         return
-    if len(distances) == 1:
-        record.faults[f"{failure.place}, every {distances.pop()} steps"] = RECURRENCES
+    period = math.gcd(*distances)
+    # At each multiple, as code of rank 0; or at the first one that each worker reached, if it starts for longer.
+    regular = len({*distances}) == 1 or all(each.age <= period for each in last[1:])
+    if regular and period >= limits.soon_steps:
+        record.faults[f"{failure.place}, every {period} steps"] = RECURRENCES
     elif len({each.age for each in last}) == 1:
         record.faults[f"{failure.place}, after {new.age} steps of each worker"] = RECURRENCES
 
