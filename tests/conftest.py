@@ -1,7 +1,7 @@
 """Hygiene for every test: it must stop everything that it starts, and restore everything that it changes.
 
-After each test five things are compared with before: environment variables, threads, processes, listening sockets and
-UNIX socket files. A difference that remains after `GRACE_SECONDS` fails the test, is named, and is removed, so
+After each test six things are compared with before: environment variables, signal handlers, threads, processes,
+listening sockets and UNIX socket files. A difference that remains after `GRACE_SECONDS` fails the test, is named, and is removed, so
 that the next test starts clean. Mark an intentional leak:
 
     @pytest.mark.allow_leak("unix_sockets", reason="a SIGKILLed agent cannot remove its socket")
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import stat
 import tempfile
@@ -110,6 +111,12 @@ def environment() -> Snapshot:
     return {(name, value): name for name, value in os.environ.items() if name not in ALLOWED_ENVIRONMENT}
 
 
+def signal_handlers() -> Snapshot:
+    """What handles each signal."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    return {each: f"handler of signal {each[0]}: {each[1]}" for each in handlers.items()}
+
+
 def threads() -> Snapshot:
     """Threads known to Python."""
     return {
@@ -165,6 +172,7 @@ def _is_socket(path: Path) -> bool:
 
 PROBES: dict[str, Callable[[], Snapshot]] = {
     "environment": environment,
+    "signal_handlers": signal_handlers,
     "threads": threads,
     "processes": processes,
     "listening_sockets": listening_sockets,

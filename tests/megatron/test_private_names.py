@@ -48,8 +48,8 @@ _V0_16: Final = {
         *("buckets", "cached_grad_buffer_shard_list", "cached_param_buffer_shard_list", "grad_reduce_handle"),
         *("is_first_batch", "is_last_microbatch", "params", "per_param_grad_ready_counts", "start_grad_sync"),
     ],
-    "bucket": ["grad_data", "gradient_scaling_factor", "param_data"],
-    "buffer": ["buckets", "grad_data", "param_data"],
+    "bucket": ["grad_data", "gradient_scaling_factor", "numel_unpadded", "offset", "param_data"],
+    "buffer": ["buckets", "grad_data", "param_data", "param_index_map"],
     "ChainedOptimizer": [  # model
         *("chained_optimizers", "get_grad_norm", "prepare_grads", "reload_model_params", "step_with_ready_grads"),
     ],

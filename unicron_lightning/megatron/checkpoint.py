@@ -185,10 +185,36 @@ def sharded(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[
     """Return the tensors of this rank with their places in the whole; with the distributed optimizer a collective."""
     metadata = content()
     models = {_key(i, chunks): chunk.module.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
-    state = optimizer.sharded_state_dict(
-        models if len(chunks) > 1 else models["model"], is_loading=is_loading, metadata=metadata
-    )
+    with _places_without_padding(optimizer):
+        state = optimizer.sharded_state_dict(
+            models if len(chunks) > 1 else models["model"], is_loading=is_loading, metadata=metadata
+        )
     return {**models, "optimizer": state}
+
+
+@contextmanager
+def _places_without_padding(optimizer: Any) -> Iterator[None]:
+    """Give the distributed optimizer's buffers the places of parameters that do not count the padding between buckets.
+
+    Megatron-core 0.16 gathers the buckets without that padding, but takes each parameter from its place with it: of each
+    bucket that follows a padded one, other elements are stored. Tied embeddings have a bucket of their own.
+    """
+    parts = [part for part in parts_of(optimizer) if isinstance(part, DistributedOptimizer)]
+    original = [(buffer, buffer.param_index_map) for part in parts for buffer in part.buffers]
+    for buffer, places in original:
+        padding, filled = [], 0
+        for bucket in buffer.buckets:
+            padding.append(bucket.offset - filled)
+            filled += bucket.numel_unpadded
+        buffer.param_index_map = {
+            parameter: (start - padding[number], end - padding[number], number)
+            for parameter, (start, end, number) in places.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, places in original:
+            buffer.param_index_map = places
 
 
 def without_ranges(optimizer: Any) -> dict[str, Any]:
