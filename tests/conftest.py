@@ -1,8 +1,8 @@
 """Hygiene for every test: it must stop everything that it starts, and restore everything that it changes.
 
 After each test six things are compared with before: environment variables, signal handlers, threads, processes,
-listening sockets and UNIX socket files. A difference that remains after `GRACE_SECONDS` fails the test, is named, and is removed, so
-that the next test starts clean. Mark an intentional leak:
+listening sockets and UNIX socket files. A difference that remains after `GRACE_SECONDS` fails the test, is named, and
+is removed, so that the next test starts clean. Mark an intentional leak:
 
     @pytest.mark.allow_leak("unix_sockets", reason="a SIGKILLed agent cannot remove its socket")
 """

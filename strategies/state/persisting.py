@@ -137,6 +137,7 @@ class Persisting:
                 fit=strategy.session.fits,
             )
             with self._lock:
+                saved.removes = sorted(agreed.removes.difference(self._to_remove()))
                 self._saved.append(saved)
                 for left in (self._replaced, self._due, *(each.removes for each in self._saved)):
                     left[:] = [each for each in left if each != saved.path]
@@ -207,7 +208,7 @@ class Persisting:
     # ---- parts of a save
 
     def _agree(self) -> _Agreed:
-        """Agree on the writers of a version.
+        """Agree on the writers of a version, and tell joiners which checkpoints are to be removed.
 
         A failure may be known to some members only. The result of an operation is the same on all.
         """
@@ -216,11 +217,14 @@ class Persisting:
 
         def about(rank: int) -> bytes:
             place = engine.world.places[rank] if engine.world.nodes else ("", "")
-            return msgspec.json.encode([own, place, checkpoints.held_parts()])
+            with self._lock:
+                removes = self._to_remove()
+            return msgspec.json.encode([own, place, checkpoints.held_parts(), removes])
 
         result = engine.run(Agreement("checkpoint_writers", about))
-        members = [msgspec.json.decode(part, type=tuple[str, Place, list[str]]) for part in unpack_parts(result)]
-        workers, places, parts = ([*each] for each in zip(*members, strict=True))
+        told = tuple[str, Place, list[str], list[str]]
+        members = [msgspec.json.decode(part, type=told) for part in unpack_parts(result)]
+        workers, places, parts, removes = ([*each] for each in zip(*members, strict=True))
         named = part_writers(parts, places, self._partners)
         whole = [holders(places, part, self._partners) for part in range(len(places))]
         return _Agreed(
@@ -229,7 +233,12 @@ class Persisting:
             holders=list(named.values()) or whole,
             rank=workers.index(own),
             name=f"{engine.position}-{hashlib.sha256(result).hexdigest()[:12]}",
+            removes=frozenset().union(*removes),
         )
+
+    def _to_remove(self) -> list[str]:
+        """Return the checkpoints that are to be removed now or later; for the holder of the lock."""
+        return [*self._due, *self._replaced, *(path for each in self._saved for path in each.removes)]
 
     def _steady(self) -> set[int]:
         """Return the addresses of the memory that changes in the optimizer's step only."""
@@ -305,6 +314,7 @@ class _Agreed:
         holders: ranks that hold each part.
         rank: of this worker.
         name: of the version.
+        removes: paths of the checkpoints that any member has to remove, now or later.
     """
 
     workers: list[str]
@@ -312,6 +322,7 @@ class _Agreed:
     holders: list[list[int]]
     rank: int
     name: str
+    removes: frozenset[str]
 
 
 class _Copy:

@@ -88,6 +88,7 @@ class Script:
         strategy: ``unicron``, ``unicron_fsdp`` or ``unicron_megatron``, whose replicas are pipelines.
         shard_size: workers of a replica.
         zero: whether the optimizer's state is divided among replicas (Megatron's distributed optimizer).
+        buckets: whether gradients are reduced in many buckets, while others are computed (Megatron's overlap).
         workers: of the world.
         optimizer: ``sgd``, ``adam``, ``adamw``, or ``manual``: two; one of them steps in every other batch.
         groups: parameter groups.
@@ -116,6 +117,7 @@ class Script:
     strategy: str = "unicron"
     shard_size: int = 1
     zero: bool = False
+    buckets: bool = False
     workers: int = 2
     optimizer: str = "sgd"
     groups: int = 1
@@ -235,7 +237,10 @@ def draw(seed: int, *, megatron: bool = False) -> Case:
         strikes = strikes[: chance.randrange(3)]
     least = script.workers if chance.random() < 0.3 else script.shard_size
     if any(each.kind in ("drain", "resize", RELAYOUT) for each in orders):
-        least = max(script.shard_size, 2 * any(each.kind == RELAYOUT for each in orders))  # with fewer it is refused
+        relayout = any(each.kind == RELAYOUT for each in orders)
+        least = max(script.shard_size, 2 * relayout)  # with fewer it is refused
+        # Megatron's random numbers depend on the place in the layout.
+        script = replace(script, dropout=script.dropout and not (megatron and relayout))
     waits = chance.random() < 0.8
     return Case(script=script, strikes=tuple(strikes), orders=tuple(orders), waits=waits, least=least, plain=plain)
 
@@ -299,7 +304,8 @@ def _mended(script: Script) -> Script:
         script,
         norm=script.norm and whole,
         after=script.after and bool(script.validation),
-        most_steps=0 if script.resumes else script.most_steps,
+        # EarlyStopping looks at its metric at the end of an epoch, which may then be before the first validation.
+        most_steps=0 if script.resumes or "stopping" in script.hooks else script.most_steps,
     )
 
 
@@ -311,6 +317,7 @@ def _megatron(chance: random.Random) -> Script:
         strategy="unicron_megatron",
         shard_size=shard_size,
         zero=zero,
+        buckets=chance.random() < 0.3,
         workers=4 if shard_size == 2 else chance.choice((2, 2, 3)),
         optimizer=optimizer,
         schedule=chance.choice(("", "step", "epoch")),

@@ -41,7 +41,11 @@ def strategy_of(script: Script, *, alone: bool) -> UnicronMegatronStrategy:
     """Return the strategy; alone, one process has the whole model."""
     return UnicronMegatronStrategy(
         pipeline_model_parallel_size=1 if alone else script.shard_size,
-        ddp=DistributedDataParallelConfig(use_distributed_optimizer=script.zero),
+        ddp=DistributedDataParallelConfig(
+            use_distributed_optimizer=script.zero,
+            overlap_grad_reduce=script.buckets,
+            bucket_size=200 if script.buckets else None,  # parameters
+        ),
         sequence_length=LENGTH,
         digest_every=1,
     )

@@ -50,6 +50,11 @@ MEGATRON = {
         "data": "both", "saves": "memory"}, "strikes": [{"point": "forward"}, {"step": 6, "rank": -1}]}""",
     "resumed_momentum": """{"script": {"strategy": "unicron_megatron", "saves": "model", "resumes": true,
         "hooks": ["half_rates", "rate_at_start", "counting"]}, "strikes": [{"step": 8, "rank": -1}]}""",
+    "buckets_on_disk": """{"script": {"strategy": "unicron_megatron", "zero": true, "buckets": true, "saves": "model",
+        "optimizer": "adam"}, "strikes": [{"step": 7, "rank": -1}]}""",
+    "replaced_before_a_join": """{"script": {"strategy": "unicron_megatron", "optimizer": "adam", "samples": 23,
+        "validation": "epoch", "saves": "folder", "epochs": 3}, "strikes": [{"step": 5, "point": "on_validation_start"},
+        {"step": 10, "point": "on_validation_end", "rank": 0}]}""",
 }
 """Cases of megatron-core."""
 PLANTED = {
@@ -84,6 +89,7 @@ def test_forks_go_on_whenever_a_stub_is_killed(place: Site, tmp_path: Path) -> N
 
 @pytest.mark.faults
 @pytest.mark.timeout(150)
+@pytest.mark.allow_leak("unix_sockets", reason="an agent that was killed last has no successor that removes its socket")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_cases(seed: int, place: Site) -> None:
     verdict = run(place, f"seed{seed}", draw(seed))

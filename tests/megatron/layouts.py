@@ -117,6 +117,5 @@ def save_beside(
         time.sleep(0.05)
     assert outcome == VersionWritten(number=1, digest=digest_of(order.path)), outcome
     norms = [training.step(number, MICRO_BATCHES) for number in (2, 3, 4)]
-    print("PADDED", rank, [[(b.offset, b.numel_unpadded, b.param_data.numel() if b.param_data is not None else None) for b in buf.buckets] for buf in training.ddp.buffers], file=__import__("sys").__stderr__)
     dist.destroy_process_group()
     return norms

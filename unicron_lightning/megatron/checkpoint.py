@@ -196,8 +196,8 @@ def sharded(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[
 def _places_without_padding(optimizer: Any) -> Iterator[None]:
     """Give the distributed optimizer's buffers the places of parameters that do not count the padding between buckets.
 
-    Megatron-core 0.16 gathers the buckets without that padding, but takes each parameter from its place with it: of each
-    bucket that follows a padded one, other elements are stored. Tied embeddings have a bucket of their own.
+    Megatron-core 0.16 gathers the buckets without that padding, but takes each parameter from its place with it: of
+    each bucket that follows a padded one, other elements are stored. Tied embeddings have a bucket of their own.
     """
     parts = [part for part in parts_of(optimizer) if isinstance(part, DistributedOptimizer)]
     original = [(buffer, buffer.param_index_map) for part in parts for buffer in part.buffers]
