@@ -1,4 +1,4 @@
-"""Scenarios: folders with a file for each shard, written by some number of shards, and read by others."""
+"""Scenarios: states of some number of shards, as folders, files and in memory, that others read."""
 
 from __future__ import annotations
 
@@ -21,9 +21,18 @@ from torch.distributed.fsdp import fully_shard
 
 from unicron_lightning.fsdp import folder
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, shard_mesh
-from unicron_lightning.fsdp.whole import like, shard_of
+from unicron_lightning.fsdp.model import FsdpShard
+from unicron_lightning.fsdp.whole import (
+    like,
+    load_optimizer,
+    load_parameters,
+    shard_of,
+    whole_optimizer,
+    whole_parameters,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 CPU = torch.device("cpu")
@@ -117,7 +126,7 @@ def same(values: dict[str, Any], expected: dict[str, Any]) -> bool:
 
 
 def exchange(rank: int, world: int, root: Path) -> Any:
-    """Each number of shards writes a folder, each reads all of them, and plain FSDP2 reads and writes one."""
+    """Each number of shards writes a folder and a file, each reads all; plain FSDP2 reads and writes a folder."""
     store = dist.FileStore(str(root / "plain"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     meshes = {size: mesh_of(rank, size) for size in SIZES if rank < size}
@@ -152,4 +161,33 @@ def exchange(rank: int, world: int, root: Path) -> Any:
             folder.load_module(root / writer, net)
             folder.load_optimizer_part(folder.read_optimizer_part(root / writer, net), net, optimizer)
             check_shard(net, optimizer, plain=writer == "plainly")
+    for size in SIZES:
+        exchange_states(rank, world, size, meshes)
     dist.destroy_process_group()
+
+
+def exchange_states(rank: int, world: int, shards: int, meshes: Mapping[int, DeviceMesh]) -> None:
+    """A number of shards makes a file's content, of which each takes its parts; a shard takes its own from memory."""
+    states: list[Any] = [None] * world
+    whole: list[Any] = [None]
+    own: Any = None
+    if rank < shards:
+        net = sharded(meshes[shards])
+        optimizer = whole_run(net)
+        own = FsdpShard(net, ShardGroup(rank, shards), optimizer).plain_state()
+        again, fresh_optimizer = fresh(meshes[shards])
+        FsdpShard(again, ShardGroup(rank, shards), fresh_optimizer).load_plain(own)
+        check_shard(again, fresh_optimizer)
+    dist.all_gather_object(states, own)
+    if rank == 0:
+        tensors = whole_parameters(net, [each["tensors"] for each in states[:shards]])
+        whole = [(tensors, whole_optimizer([each["optimizer"] for each in states[:shards]]))]
+        expected = Net()
+        assert same(whole[0][1]["state"][0], whole_run(expected).state_dict()["state"][0])
+        assert same(tensors, expected.state_dict())
+    dist.broadcast_object_list(whole)
+    for mesh in meshes.values():
+        net, optimizer = fresh(mesh)
+        load_parameters(net, whole[0][0])
+        load_optimizer(optimizer, whole[0][1], whole=True)
+        check_shard(net, optimizer)
