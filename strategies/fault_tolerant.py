@@ -36,7 +36,7 @@ from unicron_lightning.strategies.collectives.lightning import CollectingStrateg
 from unicron_lightning.strategies.console import Announcements, say, take_over_bar
 from unicron_lightning.strategies.environment import own_device
 from unicron_lightning.strategies.membership import Membership
-from unicron_lightning.strategies.metrics.loggers import continue_files, follow, follows, record_versions, take_over
+from unicron_lightning.strategies.metrics.loggers import continue_files, continued, follow, record_versions, take_over
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype
 from unicron_lightning.strategies.metrics.sums import SumsLayout
 from unicron_lightning.strategies.parallelism import Parallelism
@@ -191,9 +191,12 @@ class FaultTolerantStrategy(CollectingStrategy):
                 self._collectives.record_start()
 
     def _end_training(self) -> None:
-        """End the training of a fit, and wait until rank 0 has written its last rows: if it has died, another does."""
         self.parallelism.finish()
-        if self.engine.world.size > 1 and follows(self.trainer.loggers):
+        self.await_rows()
+
+    def await_rows(self) -> None:
+        """Wait until rank 0 has written its rows of the steps that are done: if it has died, another rank does."""
+        if self.engine.world.size > 1 and continued(self.trainer.loggers):
             self.collectives.barrier()
 
     # ---- start

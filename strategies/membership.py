@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from unicron_lightning.strategies.collectives.operations import RECORD_BYTES
 from unicron_lightning.strategies.console import say_saved, take_over_bar
-from unicron_lightning.strategies.metrics.loggers import follows, take_over
+from unicron_lightning.strategies.metrics.loggers import take_over
 from unicron_lightning.strategies.session import FitPassed
 from unicron_lightning.strategies.state import callbacks, join_state, resumed_run
 from unicron_lightning.strategies.state.join_state import WHOLE
@@ -231,8 +231,8 @@ class Membership:
         elif engine.control is not None and not strategy.comparison.has_data:  # a further fit of the trainer
             strategy.comparison.add_data(strategy.loaders.training)
         join = Join(lambda: codec.encode(self.state(trainer)))
-        if engine.switch_from and follows(trainer.loggers):
-            strategy.collectives.barrier()  # a rank 0 that leaves has written its rows before another looks for them
+        if engine.switch_from:
+            strategy.await_rows()  # a rank 0 may leave, and another looks for its rows
         engine.switch(join)
         if join.admits:
             strategy.parallelism.compare(joined=False)

@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -164,12 +164,27 @@ def _sizes(_seeds: int) -> list[SimulationCase]:
     return made
 
 
-def _show_sizes(curves: Sequence[WafCurve], folder: Path) -> str:
-    rows = means_of(curves)
-    values = {f"{size:,} GPUs": float(size) for size in _SIZES}
-    path = folder / "simulator-sizes.png"
-    sweep_picture(path, rows, values, "GPUs of the task", "ettr", "ETTR")
-    return f"{as_markdown(rows)}\n\n![ETTR by size](images/simulator-sizes.png)"
+def _show_sweep(
+    file: str, caption: str, values: Mapping[str, float], axis: str, column: str = "of_ideal"
+) -> Callable[[Sequence[WafCurve], Path], str]:
+    """Return what renders a table, and a picture of a column by the values of the variants."""
+
+    def show(curves: Sequence[WafCurve], folder: Path) -> str:
+        rows = means_of(curves)
+        label = "ETTR" if column == "ettr" else "accumulated WAF, of the ideal"
+        sweep_picture(folder / file, rows, values, axis, column, label)
+        return f"{as_markdown(rows)}\n\n![{caption}](images/{file})"
+
+    return show
+
+
+_show_sizes = _show_sweep(
+    "simulator-sizes.png",
+    "ETTR by size",
+    {f"{size:,} GPUs": float(size) for size in _SIZES},
+    "GPUs of the task",
+    "ettr",
+)
 
 
 _INTERVALS: Final = (300, 900, 1800, 3600, 7200)
@@ -185,12 +200,12 @@ def _intervals(seeds: int) -> list[SimulationCase]:
     return made
 
 
-def _show_intervals(curves: Sequence[WafCurve], folder: Path) -> str:
-    rows = means_of(curves)
-    values = {f"{each} s": float(each) for each in _INTERVALS}
-    path = folder / "simulator-intervals.png"
-    sweep_picture(path, rows, values, "seconds between checkpoints", "of_ideal", "accumulated WAF, of the ideal")
-    return f"{as_markdown(rows)}\n\n![WAF by checkpoint interval](images/simulator-intervals.png)"
+_show_intervals = _show_sweep(
+    "simulator-intervals.png",
+    "WAF by checkpoint interval",
+    {f"{each} s": float(each) for each in _INTERVALS},
+    "seconds between checkpoints",
+)
 
 
 _FREQUENCIES: Final = (0.25, 1, 4, 16, 64)
@@ -211,12 +226,12 @@ def _mtbf(seeds: int) -> list[SimulationCase]:
     return made
 
 
-def _show_mtbf(curves: Sequence[WafCurve], folder: Path) -> str:
-    rows = means_of(curves)
-    values = {f"a x {each:g}": each for each in _FREQUENCIES}
-    path = folder / "simulator-frequencies.png"
-    sweep_picture(path, rows, values, "failures, times those of trace a", "of_ideal", "accumulated WAF, of the ideal")
-    return f"{as_markdown(rows)}\n\n![WAF by frequency of failures](images/simulator-frequencies.png)"
+_show_mtbf = _show_sweep(
+    "simulator-frequencies.png",
+    "WAF by frequency of failures",
+    {f"a x {each:g}": each for each in _FREQUENCIES},
+    "failures, times those of trace a",
+)
 
 
 def _favour(seeds: int) -> list[SimulationCase]:

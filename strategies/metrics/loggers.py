@@ -70,24 +70,19 @@ def _row(metrics: Mapping[str, Any], step: int | None = None, **_: Any) -> Row:
 
 def follow(loggers: Sequence[Logger]) -> None:
     """Have each logger that continues keep the rows that rank 0 might not write."""
-    for each in _continued(loggers):
+    for each in continued(loggers):
         if not isinstance(each.log_metrics, _Following):
             each.log_metrics = _Following(each)  # type: ignore[method-assign]
 
 
-def follows(loggers: Sequence[Logger]) -> bool:
-    """Return whether rows are kept that rank 0 might not write."""
-    return bool(_continued(loggers))
-
-
 def versions(loggers: Sequence[Logger]) -> list[int | str | None]:
     """Return the versions of the loggers that continue, in order: numbers, or names of their runs."""
-    return [each.version for each in _continued(loggers)]
+    return [each.version for each in continued(loggers)]
 
 
 def adopt_versions(loggers: Sequence[Logger], known: Sequence[int | str | None]) -> None:
     """Set what `versions` gave on rank 0."""
-    for each, version in zip(_continued(loggers), known, strict=False):
+    for each, version in zip(continued(loggers), known, strict=False):
         if isinstance(each, WandbLogger):
             if each._experiment is None and version is not None:  # Lightning sets resume="allow"
                 each._id = each._wandb_init["id"] = str(version)
@@ -113,7 +108,7 @@ def take_over(loggers: Sequence[Logger]) -> None:
     `TensorBoardLogger` adds a file to the run's folder, and a `WandbLogger` or an `MLFlowLogger` opens the run again;
     their newest rows may be there twice, with the same values. Other loggers start a run of their own.
     """
-    for each in _continued(loggers):
+    for each in continued(loggers):
         following = each.log_metrics
         rows = list(following.rows) if isinstance(following, _Following) else []
         if isinstance(each, CSVLogger):
@@ -194,7 +189,8 @@ def cut_rows(loggers: Sequence[Logger], step: int) -> None:
             each.log_metrics.ahead.extend(_as_logged(each, [row for row in rows if int(row["step"]) == step - 1]))
 
 
-def _continued(loggers: Sequence[Logger]) -> list[CSVLogger | TensorBoardLogger | WandbLogger | MLFlowLogger]:
+def continued(loggers: Sequence[Logger]) -> list[CSVLogger | TensorBoardLogger | WandbLogger | MLFlowLogger]:
+    """Return the loggers whose runs another rank can continue: their rows are kept, as rank 0 might not write them."""
     kinds = (CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger)
     return [each for each in loggers if isinstance(each, kinds)]
 

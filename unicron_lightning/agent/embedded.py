@@ -52,12 +52,11 @@ class EmbeddedCoordinator:
 
     def __init__(self, options: AgentOptions) -> None:
         self._options = options
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        """Processes that this agent has started, the newest last; those before it were replaced."""
         self._starting = False
-        """Whether no session has stood since the process was started. One that answers is maybe about to fail: it
+        """Whether no session has stood since the newest was started. One that answers is maybe about to fail: it
         takes the port before it reads its state."""
-        self._ending: list[subprocess.Popen[bytes]] = []
-        """Processes that were replaced, and maybe have not ended."""
         self._foreign = False
         self._awaiting = False
         """Whether it was logged that an operator's coordinator is awaited."""
@@ -130,27 +129,24 @@ class EmbeddedCoordinator:
 
     def reap(self) -> None:
         """Collect the exit statuses of coordinators that this agent started and that have ended."""
-        self._ending = [process for process in self._ending if process.poll() is None]
-        if self._process is not None and self._process.poll() is not None and not self._starting:
-            self._process = None
+        kept = self._processes[-1:] if self._starting else []  # its status is still to be looked at
+        self._processes = [process for process in self._processes if process in kept or process.poll() is None]
 
     def release(self) -> None:
         """Detach from the coordinator, which continues after this agent exits."""
         self.reap()
-        for process in (*self._ending, self._process):
-            if process is not None:
-                process.returncode = 0  # keeps Popen's finaliser from warning of a process that is meant to continue
-        self._ending, self._process = [], None
+        for process in self._processes:
+            process.returncode = 0  # keeps Popen's finaliser from warning of a process that is meant to continue
+        self._processes = []
 
     async def _start(self) -> None:
         log = self._options.state_dir / _LOG_NAME
-        process = self._process
-        if process is None or not self._starting:  # else: on a busy machine it is still on its way
-            if process is not None:
-                self._ending.append(process)
-            process = self._process = _spawn(self._options, log)
+        if not self._starting:  # else: on a busy machine it is still on its way
+            self._processes.append(_spawn(self._options, log))
             self._starting = True
-            logger.info("coordinator_started endpoint=%s pid=%d log=%s", self._options.endpoint, process.pid, log)
+            pid = self._processes[-1].pid
+            logger.info("coordinator_started endpoint=%s pid=%d log=%s", self._options.endpoint, pid, log)
+        process = self._processes[-1]
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)

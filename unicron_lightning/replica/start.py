@@ -83,9 +83,8 @@ class LastState(Indivisible):
     def _send(self, engine: Engine, shard: int, newest: int, source: int) -> None:
         """Send the state of a shard from a rank to those that lack it."""
         fabric, communicator = self._fabric, engine.communicator
-        takes = fabric.own_shard == shard and fabric.at != newest
-        data = self._model.state() if communicator.rank == source else b""
-        sends = communicator.rank == source
+        sends, takes = communicator.rank == source, fabric.own_shard == shard and fabric.at != newest
+        data = self._model.state() if sends else b""
         size = int(broadcast_bytes(communicator, str(len(data)).encode() if sends else None, source))
         received = bytearray()
         for start in range(0, size, _PIECE_BYTES):
