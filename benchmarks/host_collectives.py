@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from unicron_lightning import wire
 from unicron_lightning.worker.communication.communicator import Communicator
-from unicron_lightning.worker.communication.cpu import CpuCommunicator
-from unicron_lightning.worker.communication.gloo import GlooCommunicator
+from unicron_lightning.worker.communication.gloo import CpuCommunicator, GlooCommunicator
 from unicron_lightning.worker.communication.links.communicator import LinkCommunicator
 from unicron_lightning.worker.communication.links.hub import Hub
 

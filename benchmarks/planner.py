@@ -39,13 +39,12 @@ import numpy as np
 from measure import Figures
 
 from unicron_lightning.planner.events import TaskFinished
-from unicron_lightning.planner.explanation import explain
 from unicron_lightning.planner.performance.model import ParallelConfiguration
 from unicron_lightning.planner.placement.placer import Demand, NodeCapacity, NodeState, Placement, place
 from unicron_lightning.planner.quantum import move_price
 from unicron_lightning.planner.reward import Curve
 from unicron_lightning.planner.search.options import Columns
-from unicron_lightning.planner.solver import columns_of, solve
+from unicron_lightning.planner.solver import columns_of, explain, solve
 from unicron_lightning.planner.state import ClusterState
 from unicron_lightning.planner.table import PlanTable
 from unicron_lightning.planner.task import PlanTask

@@ -27,7 +27,7 @@ from unicron_lightning.demo.cluster import SharedNodes
 from unicron_lightning.demo.sharing import Work, longest_stand
 from unicron_lightning.planner.performance.table import MeasuredPoint, MeasuredTable
 from unicron_lightning.simulate.costs import Costs
-from unicron_lightning.simulate.run import simulate
+from unicron_lightning.simulate.settings import simulate
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask
 from unicron_lightning.terms import Terms

@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from unicron_lightning.planner.performance.sublinear import SublinearModel
+from unicron_lightning.planner.performance.model import SublinearModel
 from unicron_lightning.simulate.cases import composed
 from unicron_lightning.simulate.costs import Costs
-from unicron_lightning.simulate.run import POLICIES, simulate
+from unicron_lightning.simulate.settings import POLICIES, simulate
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask
 from unicron_lightning.terms import Terms

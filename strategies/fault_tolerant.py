@@ -42,11 +42,10 @@ from unicron_lightning.strategies.metrics.sums import SumsLayout
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.passes.loaders import Loaders, install_estimates
 from unicron_lightning.strategies.passes.script_loaders import loading
-from unicron_lightning.strategies.reporting import StepReports, report_exception, told_flops
-from unicron_lightning.strategies.run_launcher import RunLauncher
+from unicron_lightning.strategies.reporting import RunLauncher, StepReports, report_exception, told_flops
 from unicron_lightning.strategies.schedule import Schedule, TimedValidation, declare
 from unicron_lightning.strategies.session import Session
-from unicron_lightning.strategies.state import join_state, saved_configuration
+from unicron_lightning.strategies.state import callbacks, join_state
 from unicron_lightning.strategies.state.checkpointing import ReportedCheckpoints
 from unicron_lightning.strategies.state.comparison import Comparison
 from unicron_lightning.strategies.state.memory import StateMemory
@@ -222,7 +221,7 @@ class FaultTolerantStrategy(CollectingStrategy):
                 self._environment.follow_members()
         self._begin_collectives(self._session, trainer, is_first=is_new, is_group=parallelism.whole)
         self._session.runs(active=True)
-        saved_configuration.accept_own(trainer, self._session.control)
+        callbacks.accept_own_configuration(trainer, self._session.control)
         self.engine.activity.enter("start")
         super().setup_environment()
         if begins:
@@ -246,7 +245,7 @@ class FaultTolerantStrategy(CollectingStrategy):
                 session.control.listeners.append(self._announcements.take)
         self.collectives.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
         follow(trainer.loggers)
-        saved_configuration.note_saved(trainer, session.control)
+        callbacks.note_saved_configuration(trainer, session.control)
         self._timed = TimedValidation(trainer, lambda due: bool(self.broadcast(due)))
         self.stopping = Stopping(trainer, session.engine)
         surround(trainer.fit_loop, "on_run_end", before=self._end_training)

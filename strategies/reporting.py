@@ -1,4 +1,4 @@
-"""Reports to the coordinator: finished steps and exceptions."""
+"""Reports to the coordinator: finished steps and exceptions, the latter before the trainer's hooks for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
+from typing_extensions import override
 
 from unicron_lightning import wire
 from unicron_lightning.detection.exceptions import describe
@@ -119,3 +121,37 @@ def balance_of(engine: Engine, micro_batches: Callable[[], int]) -> Balance:
             engine.control.event("rebalanced", shares=counts, micro_batch_seconds=taken, step=engine.step)
 
     return Balance(micro_batches, lambda: engine.world.epoch, changed)
+
+
+class RunLauncher(_Launcher):
+    """Calls the trainer's functions in this process.
+
+    Lightning tells a strategy of an error after it has called the callbacks' ``on_exception``, which may write a
+    checkpoint for minutes. The peers should not wait so long, and the agent should know that this worker still writes.
+
+    Args:
+        failed: called with an error at once.
+    """
+
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("trainer", None)
+        try:
+            return function(*args, **kwargs)
+        except _TunerExitException:  # the regular end of a search
+            raise
+        except BaseException as error:
+            self._failed(error)
+            raise
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """Do nothing: it has started no process."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron_lightning.agent.scratch_folder import ScratchFolder
+from unicron_lightning.agent.agent import ScratchFolder
 from unicron_lightning.agent.workers.slot_lock import SlotLock
 from unicron_lightning.coordinator.storage.database import default_state_dir, prepare_state_dir
 from unicron_lightning.errors import ConfigError

@@ -26,10 +26,9 @@ from unicron_lightning.data.loader import GlobalBatch, IndexedSteps, Numbered, S
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
 from unicron_lightning.data.pass_loaders import EvaluationLoader, IndexedBatches, PassBatches, PassLoader
 from unicron_lightning.data.seeding import seeded
-from unicron_lightning.data.single_reading import SingleReading
 from unicron_lightning.data.sources import Batches, as_loader
 from unicron_lightning.data.stream_batches import StreamBatches
-from unicron_lightning.data.stream_loader import StreamLoader
+from unicron_lightning.data.stream_loader import SingleReading, StreamLoader
 from unicron_lightning.data.stream_pass import StreamPass, most_of
 from unicron_lightning.data.stream_reader import StreamOpener
 from unicron_lightning.data.streams import StreamEnds, Streams

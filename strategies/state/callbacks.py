@@ -7,6 +7,7 @@ rate is in the optimizer's state.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
@@ -24,7 +25,9 @@ from lightning.pytorch.tuner.lr_finder import _determine_lr_attr_name, _LRCallba
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_setattr
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
+from unicron_lightning import wire
 from unicron_lightning.worker.checkpoint_files import located
+from unicron_lightning.worker.control.thread import Control
 
 _BEYOND: Final[Mapping[type, Sequence[str]]] = {
     ModelCheckpoint: (
@@ -178,3 +181,29 @@ def _rates(trainer: pl.Trainer) -> list[str]:
 
 def _of(trainer: pl.Trainer, kind: type) -> list[Any]:
     return [each for each in trainer.callbacks if isinstance(each, kind)]  # type: ignore[attr-defined]
+
+
+_CONFIGURATION: Final = "configuration"
+"""Record of the fact that a worker of this task has saved its configuration."""
+
+
+def accept_own_configuration(trainer: pl.Trainer, control: Control | None) -> None:
+    """Let ``SaveConfigCallback`` overwrite what an earlier life of the task has written, before it looks."""
+    savers = _savers(trainer)
+    if savers and control is not None and control.welcome.life > 1 and control.lookup(_CONFIGURATION) is not None:
+        for saver in savers:
+            saver.overwrite = True
+
+
+def note_saved_configuration(trainer: pl.Trainer, control: Control | None) -> None:
+    """Record that this task has saved its configuration, after ``SaveConfigCallback`` has."""
+    if control is not None and any(saver.already_saved for saver in _savers(trainer)):
+        control.send(wire.Record(key=_CONFIGURATION, value="saved", lasting=True))
+
+
+def _savers(trainer: pl.Trainer) -> list[Any]:
+    command_line = sys.modules.get("lightning.pytorch.cli")
+    if command_line is None:  # then there is none
+        return []
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [each for each in callbacks if isinstance(each, command_line.SaveConfigCallback)]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import lightning.pytorch as pl
 import msgspec
 import torch
+from torch import Tensor
 
 from unicron_lightning.checkpoints.client import IN_FLIGHT, WriterProcess
 from unicron_lightning.checkpoints.division import part_writers
@@ -28,7 +29,6 @@ from unicron_lightning.checkpoints.messages import WriteVersion
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, saved_bytes, stage
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.checkpoint_files import located
-from unicron_lightning.worker.late_copies import LateCopies
 from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 from unicron_lightning.worker.operations import Agreement, unpack_parts
 from unicron_lightning.worker.state_parts import Place, holders
@@ -378,3 +378,47 @@ def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 def _failed(order: WriteVersion, error: str) -> WriteVersion:
     return msgspec.structs.replace(order, error=error[:500])
+
+
+class LateCopies:
+    """Makes the copies of one version at a time, by a thread while training continues, until their sources change.
+
+    Parameters and states of optimizers change only in the optimizer's step. The training thread waits for the copies
+    before that, and not while it computes the gradients; torch copies without the interpreter's lock.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether copies are being made."""
+        return self._thread is not None
+
+    def begin(
+        self, copy: Callable[[], None], sources: Sequence[Tensor], then: Callable[[Sequence[Tensor]], None]
+    ) -> None:
+        """Begin to copy; `settle` must be called before the sources may change.
+
+        Args:
+            copy: makes the copies; it reports its errors itself.
+            sources: of the copies.
+            then: called afterwards, by the same thread, with the sources that have changed: their copies are not valid.
+        """
+        self.settle()
+        versions = [source._version for source in sources]
+
+        def run() -> None:
+            with torch.no_grad():
+                copy()
+            pairs = zip(versions, sources, strict=True)
+            then([source for version, source in pairs if version != source._version])
+
+        self._thread = threading.Thread(target=run, name="unicron-late-copies", daemon=True)
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Wait until the copies are made."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron_lightning.agent.scratch_folder import ScratchFolder
+from unicron_lightning.agent.agent import ScratchFolder
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.private_files import user_path
 

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.utils import store as store_util
 
-from unicron_lightning.agent.rank_store import EXIT_BARRIER, RankStore
+from unicron_lightning.agent.handler import EXIT_BARRIER, RankStore
 from unicron_lightning.agent.workers.forked import ForkedWorker
 from unicron_lightning.errors import UnicronError
 

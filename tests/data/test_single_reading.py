@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
-from unicron_lightning.data.single_reading import SingleReading
 from unicron_lightning.data.sources import as_loader
 from unicron_lightning.data.stream_batches import StreamBatches
+from unicron_lightning.data.stream_loader import SingleReading
 from unicron_lightning.data.stream_reader import StreamOpener
 from unicron_lightning.data.streams import StreamEnds, Streams
 from unicron_lightning.errors import ConfigError

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from planner.situations import SHAPES, cluster, every_plan, merit, shaped, states, task
 
-from unicron_lightning.planner.explanation import explain
 from unicron_lightning.planner.plan import neighbours
-from unicron_lightning.planner.solver import solve
+from unicron_lightning.planner.solver import explain, solve
 from unicron_lightning.planner.state import ClusterState
 
 

@@ -8,7 +8,7 @@ import math
 import pytest
 from planner.situations import Given, cluster, task
 
-from unicron_lightning.planner.performance.sublinear import SublinearModel
+from unicron_lightning.planner.performance.model import SublinearModel
 from unicron_lightning.planner.plan import Plan
 from unicron_lightning.planner.reward import Curve, reward
 from unicron_lightning.planner.solver import solve

@@ -6,7 +6,7 @@ import pytest
 
 from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.replica.layout import ReplicaLayout, StateLost, Word, plan_layout
-from unicron_lightning.replica.shares import CallReport, kept_calls, plan_calls
+from unicron_lightning.replica.step import CallReport, kept_calls, plan_calls
 
 SHAPE = Shape(tensor=1, pipeline=2, replicas=2)
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import fields
 from typing import Any
 
-from unicron_lightning.planner.performance.sublinear import SublinearModel
+from unicron_lightning.planner.performance.model import SublinearModel
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask

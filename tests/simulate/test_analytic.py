@@ -10,7 +10,7 @@ from simulate.scenes import CLUSTER, costs, random_trace, task, two_tasks
 from unicron_lightning.simulate import clock as order
 from unicron_lightning.simulate.clock import Clock
 from unicron_lightning.simulate.result import SimulationResult
-from unicron_lightning.simulate.run import simulate
+from unicron_lightning.simulate.settings import simulate
 from unicron_lightning.simulate.trace import Trace, TraceFault
 from unicron_lightning.simulate.unicron.shell import SimShell
 

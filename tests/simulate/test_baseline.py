@@ -11,7 +11,7 @@ from unicron_lightning.simulate.calibration import moved
 from unicron_lightning.simulate.cases import at_their_best, composed
 from unicron_lightning.simulate.output.pictures import WafCurve
 from unicron_lightning.simulate.result import SimulationResult
-from unicron_lightning.simulate.run import simulate
+from unicron_lightning.simulate.settings import simulate
 from unicron_lightning.simulate.trace import Trace, TraceFault
 
 HOUR = 3600.0

@@ -11,8 +11,7 @@ import yaml
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.calibration import Calibration, moved, read_calibration
-from unicron_lightning.simulate.run import POLICIES
-from unicron_lightning.simulate.settings import system_of
+from unicron_lightning.simulate.settings import POLICIES, system_of
 
 
 @pytest.fixture

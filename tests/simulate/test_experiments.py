@@ -40,7 +40,7 @@ def test_every_guess_is_swung() -> None:
 
 
 def test_names_of_policies_and_sections_hold() -> None:
-    from unicron_lightning.simulate.run import POLICIES
+    from unicron_lightning.simulate.settings import POLICIES
 
     assert {*experiments.ALL, *experiments.ABLATIONS} == set(POLICIES)
     names = [each.name for each in experiments.EXPERIMENTS]

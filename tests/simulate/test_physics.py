@@ -14,7 +14,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.calibration import read_calibration
 from unicron_lightning.simulate.cases import composed
 from unicron_lightning.simulate.result import SimulationResult
-from unicron_lightning.simulate.run import POLICIES, simulate
+from unicron_lightning.simulate.settings import POLICIES, simulate
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.traces.config import CauseConfig, CoordinatorFaults, SourceConfig, TraceConfig
 from unicron_lightning.simulate.traces.generate import generate

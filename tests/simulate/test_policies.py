@@ -10,7 +10,7 @@ from simulate.scenes import CLUSTER, costs, random_trace, task, two_tasks
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.result import MICRO, SimulationResult
-from unicron_lightning.simulate.run import POLICIES, simulate
+from unicron_lightning.simulate.settings import POLICIES, simulate
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 
 

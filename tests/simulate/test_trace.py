@@ -8,7 +8,7 @@ import pytest
 from simulate.scenes import task
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.planner.performance.sublinear import SublinearModel
+from unicron_lightning.planner.performance.model import SublinearModel
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault, order
 

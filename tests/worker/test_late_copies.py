@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from unicron_lightning.worker.late_copies import LateCopies
+from unicron_lightning.strategies.state.persisting import LateCopies
 from unicron_lightning.worker.memory_pool import MemoryPool
 
 

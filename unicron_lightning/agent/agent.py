@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import os
 import secrets
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +35,6 @@ from unicron_lightning.agent.injection import AgentFaults
 from unicron_lightning.agent.link.session import CoordinatorSession, SessionHooks
 from unicron_lightning.agent.options import AgentOptions
 from unicron_lightning.agent.round_view import RoundView, SharedView, call, registration
-from unicron_lightning.agent.scratch_folder import ScratchFolder
 from unicron_lightning.agent.workers.inspection import Inspector
 from unicron_lightning.agent.workers.kernel_evidence import Deaths
 from unicron_lightning.agent.workers.local_socket import LocalHooks, LocalServer
@@ -41,7 +44,8 @@ from unicron_lightning.agent.workers.roster import Fencing, Roster
 from unicron_lightning.agent.workers.slot_lock import SlotGate, SlotLock
 from unicron_lightning.agent.workers.supervisor import Exit, Supervisor, WatchedProcess
 from unicron_lightning.detection.exits import LEFT_EARLY
-from unicron_lightning.errors import SessionRefused, UnicronError
+from unicron_lightning.errors import ConfigError, SessionRefused, UnicronError
+from unicron_lightning.private_files import make_private, user_path
 
 logger = logging.getLogger(__name__)
 
@@ -498,3 +502,53 @@ class AgentThread:
         if not self._leaving and self._shared.now.stop is None:
             for sibling in self._roster.staying:
                 self._give_up(sibling, "signal")
+
+
+_LOCK: Final = "lock"
+_PREFIX: Final = "agent-"
+_MOST_BYTES: Final = 107 - len(f"/{_PREFIX}12345678/socket")
+"""Longest path of the folder's parent: the kernel allows 107 bytes for that of a UNIX socket."""
+
+
+class ScratchFolder:
+    """A folder of mode 0700 that exists until `close`; a lock in it shows others that it is in use.
+
+    Raises:
+        ConfigError: the path of the folder for temporary files is too long.
+    """
+
+    def __init__(self) -> None:
+        if len(os.fsencode(user_path())) > _MOST_BYTES:
+            raise ConfigError(
+                f"TMPDIR={user_path().parent}: too long for a socket in {user_path().name}/; expected at most "
+                f"{_MOST_BYTES - len(user_path().name) - 1} bytes"
+            )
+        parent = make_private(user_path())
+        sweep(parent)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            lock = self.path / _LOCK
+            self._lock = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if lock.exists():  # otherwise another agent removed it before it was locked
+                return
+            os.close(self._lock)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep(parent: Path) -> None:
+    """Remove the folders of agents that no longer live."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -5,20 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
-from unicron_lightning.cli import (
-    certs,
-    export,
-    incidents,
-    inject,
-    inspection,
-    jobs,
-    node,
-    orders,
-    run,
-    top,
-)
+from unicron_lightning.cli import certs, incidents, inspection, jobs, node, orders, run, top
 from unicron_lightning.cli.output import visible
 from unicron_lightning.cli.plan.command import add_parser as add_plan_parser
 from unicron_lightning.cli.report import command as report
@@ -94,8 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
     shown = (inspection, incidents, report, top)
-    for group in (run, *shown, orders, inject, jobs, node, certs, export):
+    for group in (run, *shown, orders, jobs, node, certs):
         group.add_parsers(commands)
+    _add_export(commands)
     add_plan_parser(commands)
     shell = commands.add_parser("completion", help="print the completion of this command for a shell")
     shell.add_argument("shell", choices=("bash", "zsh", "tcsh"), help='for bash: eval "$(unicron completion bash)"')
@@ -117,4 +108,26 @@ def _completion(options: argparse.Namespace) -> int:
             if action.metavar in _PATHS:
                 action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
     print(shtab.complete(parser, shell=options.shell))
+    return 0
+
+
+def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    export = commands.add_parser("export", help="write a checkpoint to one file")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="file or folder, or its URL, e.g. s3://bucket/x.ckpt")
+    export.add_argument("output", type=Path, metavar="OUTPUT", help="new file: *.safetensors (the model), or *.ckpt")
+    export.add_argument(
+        "--accumulate-grad-batches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the Trainer that is to resume OUTPUT under a strategy of Lightning's own (default: %(default)s)",
+    )
+    export.set_defaults(run=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from unicron_lightning.fsdp.export import export_checkpoint  # imports torch
+
+    count = export_checkpoint(options.checkpoint, options.output, batches=options.accumulate_grad_batches)
+    print(f"{options.output}: {count} tensors of the model")
     return 0

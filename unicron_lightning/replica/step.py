@@ -9,13 +9,19 @@
    needs no other worker. If optimizer shards are spread over replicas, the update and its copies (`keeper`) come before
    the commit, so that a committed step has nothing left to lose.
 
-After a failure complete replicas keep their sums, the lost micro-batches are redistributed (`shares`), and the step
+After a failure complete replicas keep their sums, the lost micro-batches are redistributed (`plan_calls`), and the step
 continues from 1. Spares take part in gate and commit, which gives them the logged values and the task's progress.
+
+A step's micro-batches are divided into *shares*, one for each declared replica. A replica runs its own share in one
+call, and its part of a missing replica's share in another one, whose gradients are summed separately. With two replicas
+the sums then equal those of the failure-free run, in the same order. The division is pure, with the same result on
+every worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -23,13 +29,13 @@ import torch
 
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.replica.model import ReplicaModel
-from unicron_lightning.replica.shares import CallPlan, CallReport, plan_calls
 from unicron_lightning.worker.agreement import Difference
-from unicron_lightning.worker.balance import Balance
+from unicron_lightning.worker.balance import Balance, deal
 from unicron_lightning.worker.commit import Sums, adopt_commit, commit
 from unicron_lightning.worker.communication.communicator import gather_rows
 from unicron_lightning.worker.digest import NO_DIGEST, StateDigest
 from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.report_sum import Report, ReportSum
 from unicron_lightning.worker.step import compare_states
 
@@ -215,3 +221,79 @@ def _parse(report: Any) -> CallReport | None:
     if report is None:
         return None
     return CallReport(calls=tuple(tuple(call) for call in report["calls"]), began=report["began"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallReport:
+    """One worker's progress in the present step.
+
+    Attributes:
+        calls: micro-batches of each completed call, in order.
+        began: number of begun calls.
+    """
+
+    calls: tuple[tuple[int, ...], ...]
+    began: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallPlan:
+    """Remaining work of a replica.
+
+    Attributes:
+        kept: number of completed calls that count.
+        calls: micro-batches of each call to make, in order.
+        lost: micro-batches that no present worker has finished, over all replicas.
+    """
+
+    kept: int
+    calls: tuple[tuple[int, ...], ...]
+    lost: tuple[int, ...]
+
+
+def kept_calls(reports: Sequence[CallReport | None]) -> int:
+    """Number of a replica's calls that count, from its workers' reports.
+
+    A call that some worker has not begun has changed nothing anywhere, since no backward can run without all workers. A
+    call that all have begun and not all completed may have changed some gradients: then nothing counts.
+    """
+    done = [0 if report is None else len(report.calls) for report in reports]
+    began = [0 if report is None else report.began for report in reports]
+    return min(done) if min(done) == max(done) and (max(began) == max(done) or min(began) < max(began)) else 0
+
+
+def plan_calls(
+    micro_batches: Sequence[int],
+    declared: int,
+    replicas: Sequence[Sequence[CallReport | None] | None],
+    place: int | None,
+    counts: Sequence[int] | None = None,
+) -> CallPlan:
+    """Plan the rest of a step.
+
+    Args:
+        micro_batches: all of the step.
+        declared: number of replicas without failures.
+        replicas: for each replica its workers' reports, by shard; None for a replica without progress.
+        place: the replica to plan for; None for a spare.
+        counts: micro-batches of each replica in a step that none has begun, if all declared ones are there; None:
+            distributed round-robin.
+    """
+    kept = [0 if reports is None else kept_calls(reports) for reports in replicas]
+    finished: set[int] = set()
+    for number, reports in zip(kept, replicas, strict=True):
+        if reports is not None and reports[0] is not None:
+            finished.update(m for call in reports[0].calls[:number] for m in call)
+    lost = [m for m in micro_batches if m not in finished]
+    if place is None:
+        return CallPlan(kept=0, calls=(), lost=tuple(lost))
+    world = len(replicas)
+    if not finished and counts is not None and world == declared:
+        calls = [deal(micro_batches, counts)[place]]
+    elif not finished:
+        shares = [share(micro_batches, number, declared) for number in range(declared)]
+        rest = sorted(m for missing in shares[world:] for m in missing)
+        calls = [shares[place] if place < declared else [], share(rest, place, world)]
+    else:
+        calls = [share(lost, place, world)]
+    return CallPlan(kept=kept[place], calls=tuple(tuple(call) for call in calls if call), lost=tuple(lost))

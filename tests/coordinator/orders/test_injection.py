@@ -12,7 +12,7 @@ from coordinator.shell import Coordinator
 
 from unicron_lightning import wire
 from unicron_lightning.cli.client import Access, fetch
-from unicron_lightning.cli.inject import _schedule
+from unicron_lightning.cli.orders import _schedule
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.orders import injection
 from unicron_lightning.credentials import Token

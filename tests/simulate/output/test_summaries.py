@@ -16,7 +16,7 @@ from unicron_lightning.simulate.output.pictures import WafCurve, curves_picture,
 from unicron_lightning.simulate.output.summaries import Row, summary, with_ratio
 from unicron_lightning.simulate.output.sweep import num_jobs, read_curves
 from unicron_lightning.simulate.output.tables import as_markdown
-from unicron_lightning.simulate.run import simulate
+from unicron_lightning.simulate.settings import simulate
 
 
 def row(policy: str, seed: int, waf: float, variant: str = "") -> Row:

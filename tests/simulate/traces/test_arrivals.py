@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from unicron_lightning.simulate.traces.arrivals import HOUR, Arrivals, arrivals
+from unicron_lightning.simulate.traces.arrivals import HOUR, Arrivals, arrivals_of
 from unicron_lightning.simulate.traces.config import CauseConfig, SourceConfig
 
 CRASH = {"crash": CauseConfig(kind="exited_abnormally", count=1)}
@@ -19,7 +19,7 @@ SOURCE = SourceConfig(component="worker", mtbf_hours=100, causes=CRASH)
 
 
 def draw(seconds: float, num: int = 200, seed: int = 0, **changes: object) -> Arrivals:
-    return arrivals(dataclasses.replace(SOURCE, **changes), num, seconds, np.random.default_rng(seed))
+    return arrivals_of(dataclasses.replace(SOURCE, **changes), num, seconds, np.random.default_rng(seed))
 
 
 @pytest.mark.parametrize(

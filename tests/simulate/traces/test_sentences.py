@@ -7,8 +7,7 @@ import pytest
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.trace import SimCluster, TraceFault
 from unicron_lightning.simulate.traces.config import read_trace
-from unicron_lightning.simulate.traces.generate import DAY, generate
-from unicron_lightning.simulate.traces.sentences import replay
+from unicron_lightning.simulate.traces.generate import DAY, generate, replay
 
 CLUSTER = SimCluster(num_nodes=4, workers_per_node=8)
 

@@ -25,8 +25,7 @@ from unicron_lightning.worker.communication.communicator import (
     gather_bytes,
     gather_rows,
 )
-from unicron_lightning.worker.communication.cpu import LARGE_BYTES, CpuCommunicator
-from unicron_lightning.worker.communication.gloo import wait_buried
+from unicron_lightning.worker.communication.gloo import LARGE_BYTES, CpuCommunicator, wait_buried
 from unicron_lightning.worker.communication.links import hub as hubs
 from unicron_lightning.worker.communication.links.communicator import LinkCommunicator
 from unicron_lightning.worker.communication.links.greeting import HELLO_BYTES, REPLY_BYTES, Hello, confirm

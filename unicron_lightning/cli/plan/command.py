@@ -65,8 +65,7 @@ def _run(options: argparse.Namespace, event: list[str]) -> int:
     from rich.console import Console
 
     from unicron_lightning.cli.plan.config import read
-    from unicron_lightning.cli.plan.picture import draw
-    from unicron_lightning.cli.plan.report import as_json, show
+    from unicron_lightning.cli.plan.report import as_json, draw, show
     from unicron_lightning.cli.plan.situation import situation_of
     from unicron_lightning.cli.plan.what_if import what_if
     from unicron_lightning.planner.solver import solve

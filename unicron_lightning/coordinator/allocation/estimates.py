@@ -94,7 +94,7 @@ def performance_of(task: Task | None, job: Job | None, *, nominal: float = 1.0) 
         job: its job, if it was submitted.
         nominal: value of a slot if the task's FLOPs are unknown, FLOP/s.
     """
-    from unicron_lightning.planner.performance.sublinear import SublinearModel
+    from unicron_lightning.planner.performance.model import SublinearModel
 
     speeds = {} if task is None else task.measured.speeds
     flops = flops_per_step(task, job)

@@ -19,11 +19,11 @@ import signal
 import socket
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from aiohttp import WSCloseCode, web
+from aiohttp import WSCloseCode, WSMsgType, web
 
 from unicron_lightning import __version__, wire
 from unicron_lightning.coordinator import events as ev
@@ -36,7 +36,6 @@ from unicron_lightning.coordinator.allocation.answers import Knowledge, Planning
 from unicron_lightning.coordinator.allocation.plans import standing
 from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.coordinator.api.dashboard import Dashboard
-from unicron_lightning.coordinator.api.node_orders import NodeOrders
 from unicron_lightning.coordinator.api.routes import Api
 from unicron_lightning.coordinator.api.scrape import Scrape
 from unicron_lightning.coordinator.config import CoordinatorConfig
@@ -52,15 +51,15 @@ from unicron_lightning.coordinator.server.hook import Hook
 from unicron_lightning.coordinator.server.liveness import ANSWER, Liveness
 from unicron_lightning.coordinator.server.malformed import request_logger
 from unicron_lightning.coordinator.server.presence import Presence
-from unicron_lightning.coordinator.server.reading import Take, read
 from unicron_lightning.coordinator.server.session import PeerConnection, frame_of
 from unicron_lightning.coordinator.server.timers import SteadyClock, Timers
 from unicron_lightning.coordinator.storage.batch import Batch, Saving
 from unicron_lightning.coordinator.storage.database import StoreUnusable, default_state_dir, prepare_state_dir
 from unicron_lightning.coordinator.storage.store import Store
 from unicron_lightning.credentials import Token, is_loopback
+from unicron_lightning.jobs import problem
 from unicron_lightning.private_files import RECORD, open_private
-from unicron_lightning.wire.daemon import NodeHello, NodeRun, decode_from_node
+from unicron_lightning.wire.daemon import Launch, NodeHello, NodeRun, NodeTask, decode_from_node
 from unicron_lightning.wire.fields import shortened
 
 logger = logging.getLogger(__name__)
@@ -396,7 +395,7 @@ class Server:
         conn = next(self._conn_ids)
         session = self._sessions[conn] = PeerConnection(socket_, request.transport)
         try:
-            await read(conn, socket_, take, session, self._config.detection.register_timeout)
+            await _read(conn, socket_, take, session, self._config.detection.register_timeout)
         finally:
             socket_.take_back()
             del self._sessions[conn]
@@ -477,3 +476,105 @@ def _exists(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+class NodeOrders:
+    """The newest orders of each daemon's connection, and orders to daemons while the store cannot be written.
+
+    A daemon forgets an agent that has ended once the agent is no longer in its orders. If the coordinator then ended
+    before it could write that the job is over, its successor would run the job again. Until the decision is written,
+    removed agents therefore stay in the orders as ``ending``: the daemon does not start them again, and continues to
+    report their ends.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[int, list[Launch]] = {}
+        self._held: dict[int, NodeRun] = {}
+
+    def met(self, conn: int, tasks: Sequence[NodeTask]) -> None:
+        """Record the agents that a daemon reports when it connects: an earlier connection's orders."""
+        self._sent[conn] = [Launch(job=each.job, slot=each.slot) for each in tasks if problem(each.job) is None]
+
+    def take(self, conn: int, order: NodeRun, *, durable: bool) -> NodeRun:
+        """Return what is to be sent now in place of an order.
+
+        Args:
+            conn: number of the connection.
+            order: the machine's.
+            durable: whether all decisions are written.
+        """
+        self._held.pop(conn, None)
+        if not durable:
+            wanted = {(launch.job.name, launch.job.submitted_at, launch.slot) for launch in order.launches}
+            gone = [
+                Launch(job=launch.job, slot=launch.slot, ending=True)
+                for launch in self._sent.get(conn, [])
+                if (launch.job.name, launch.job.submitted_at, launch.slot) not in wanted
+            ]
+            if gone:
+                self._held[conn] = order
+                order = NodeRun(launches=[*order.launches, *gone])
+        self._sent[conn] = order.launches
+        return order
+
+    def due(self) -> Iterator[tuple[int, NodeRun]]:
+        """Iterate over the orders that were held back, after all decisions are written."""
+        for conn, order in list(self._held.items()):
+            yield conn, self.take(conn, order, durable=True)
+
+    def forget(self, conn: int) -> None:
+        """Handle the end of a connection."""
+        self._sent.pop(conn, None)
+        self._held.pop(conn, None)
+
+
+Take = Callable[[int, "str | bytes"], None]
+"""Decodes a message of a connection, given its number, and passes it to the machine."""
+
+
+async def _read(
+    conn: int, socket: DirectWebSocket, take: Take, session: PeerConnection, register_timeout: float
+) -> None:
+    """Read until the connection ends or its peer sends a malformed message.
+
+    Args:
+        conn: number of the connection.
+        socket: the connection; later messages are handled as they arrive, without this coroutine.
+        take: raises one of `malformed.UNREADABLE`.
+        session: the sending side.
+        register_timeout: seconds for the first message.
+    """
+
+    def direct(payload: bytes) -> bool:
+        if session.finishing:
+            return True
+        try:
+            take(conn, payload)
+        except malformed.UNREADABLE:
+            return False  # received below, which finds the same
+        return True
+
+    timeout: float | None = register_timeout
+    handed_over = False
+    while True:
+        try:
+            frame = await socket.receive(timeout=timeout)
+        except asyncio.TimeoutError:
+            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"no register message in time")
+            return
+        if frame.type is not WSMsgType.TEXT:
+            if frame.type is WSMsgType.BINARY:
+                await socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"expected text frames")
+            return
+        try:
+            take(conn, frame.data)
+        except malformed.UNREADABLE as error:
+            reason = malformed.described(frame.data, error)
+            logger.warning("message_malformed conn=%d error=%s", conn, reason)
+            if timeout is not None and malformed.is_first(frame.data):
+                await socket.send_str(wire.encode(wire.Refused(reason=reason)).decode())
+            reason = f"malformed message: {reason}"
+            await socket.close(code=WSCloseCode.INVALID_TEXT, message=reason.encode()[:120])
+            return
+        timeout = None
+        handed_over = handed_over or socket.hand_over(direct)

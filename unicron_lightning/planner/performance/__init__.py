@@ -8,7 +8,7 @@ Nothing is imported here. Read in this order:
 * `shape`, `cluster`, `recipe`: the model, the machines and the training method; then the formulas in `memory` and
   `timing`;
 * `search`, `transformer`: the best configuration for every x by those formulas; `layouts` holds many at once;
-* `sublinear`: the assumption for a task without any data;
+* `model`: the interface, and `SublinearModel`, the assumption for a task without any data;
 * `calibrated`: any model, corrected by measurements;
 * `published`: the formulas' errors for published runs.
 """

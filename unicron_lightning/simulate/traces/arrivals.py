@@ -42,7 +42,7 @@ class Arrivals:
         return Arrivals(seconds=self.seconds[order], components=self.components[order])
 
 
-def arrivals(source: SourceConfig, num_components: int, seconds: float, random: np.random.Generator) -> Arrivals:
+def arrivals_of(source: SourceConfig, num_components: int, seconds: float, random: np.random.Generator) -> Arrivals:
     """Draw the failures of a source.
 
     Args:

@@ -173,7 +173,7 @@ class TraceConfig:
     csv: str | None = None
     """A file with the columns of `unicron_lightning.simulate.traces.table`; added to the sources' failures."""
     faults: list[str] = field(default_factory=list)
-    """Sentences of docs/faults.md, see `unicron_lightning.simulate.traces.sentences`; added to the sources'
+    """Sentences of docs/faults.md, see `unicron_lightning.simulate.traces.generate`; added to the sources'
     failures.
     """
 

@@ -46,7 +46,7 @@ class DataPlane:
         if world == 1:
             return SoloCommunicator()
         if self._device.type != "cuda":
-            from unicron_lightning.worker.communication.cpu import CpuCommunicator
+            from unicron_lightning.worker.communication.gloo import CpuCommunicator
 
             return CpuCommunicator(self._links(), epoch, rank, self._host, CONNECT_TIMEOUT)
         from unicron_lightning.worker.communication.links.communicator import LinkCommunicator
