@@ -17,7 +17,6 @@ from unicron_lightning.worker.communication.links.exchanges import (
     HostCollective,
     Outbound,
     PairwiseSum,
-    RingSum,
     summing,
 )
 from unicron_lightning.worker.communication.links.pattern import dials, distances, peers
@@ -72,7 +71,7 @@ def test_results_do_not_depend_on_the_order(world: int, seed: int) -> None:
     Network([Gather(rows[r], torch.tensor([r, 0.5, -r]), r) for r in range(world)], seed).run()
     assert all(torch.equal(row, torch.tensor([[r, 0.5, -r] for r in range(world)])) for row in rows)
 
-    for make, length in ((GatheredSum, 5), (PairwiseSum, 5), (RingSum, 5), (RingSum, 1000), (RingSum, 1)):
+    for make, length in ((GatheredSum, 5), (PairwiseSum, 5), (PairwiseSum, 1)):
         generator = torch.Generator().manual_seed(seed)
         tensors = [torch.rand(length, generator=generator) for _ in range(world)]
         total = torch.stack(tensors).sum(0)
@@ -86,13 +85,8 @@ def test_results_do_not_depend_on_the_order(world: int, seed: int) -> None:
         assert all((copy == root).all() for copy in copies)
 
 
-def test_large_tensors_go_in_segments() -> None:
+def test_large_tensors_are_broadcast_in_segments() -> None:
     count = 3 * CHUNK_BYTES // 4 * 2 + 17
-    tensors = [torch.full((count,), float(r + 1)) for r in range(3)]
-    network = Network([RingSum(tensor, r, 3) for r, tensor in enumerate(tensors)], 0)
-    network.run()
-    assert all((tensor == 6).all() for tensor in tensors)
-    assert network.sent == [3 * 4] * 3, "three segments, each with two parts to reduce and two to gather"
     copies = [torch.full((count,), r) for r in range(3)]
     Network([Broadcast(copy, 1, r, 3) for r, copy in enumerate(copies)], 0).run()
     assert all((copy == 1).all() for copy in copies)
@@ -100,7 +94,7 @@ def test_large_tensors_go_in_segments() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64])
 def test_types(dtype: torch.dtype) -> None:
-    for make in (GatheredSum, PairwiseSum, RingSum):
+    for make in (GatheredSum, PairwiseSum):
         tensors = [torch.full((10,), r + 1, dtype=dtype) for r in range(4)]
         Network([make(tensor, r, 4) for r, tensor in enumerate(tensors)], 0).run()
         assert all(tensor.tolist() == [10] * 10 for tensor in tensors)
@@ -108,7 +102,7 @@ def test_types(dtype: torch.dtype) -> None:
 
 def test_ranks_have_the_same_bits_of_nan() -> None:
     """Each rank has a NaN of its own: a processor returns that of the first number."""
-    for make in (GatheredSum, PairwiseSum, RingSum):
+    for make in (GatheredSum, PairwiseSum):
         bits = [torch.full((40,), 0x7FC00000 + r, dtype=torch.int32) for r in range(4)]
         Network([make(each.view(torch.float32), r, 4) for r, each in enumerate(bits)], 0).run()
         assert all(each.view(torch.float32).isnan().all() and torch.equal(each, bits[0]) for each in bits)
@@ -127,10 +121,6 @@ def test_nothing_to_send() -> None:
 
 
 def test_what_is_not_expected() -> None:
-    exchange = RingSum(torch.ones(1000), 0, 3)
-    for part, segment in ((1, 0), (4, 0), (0, 1)):
-        with pytest.raises(KeyError):
-            exchange.place(part, segment)
     pairs = PairwiseSum(torch.ones(10), 1, 3)  # with rank 0 only
     for part, segment in ((0, 0), (2, 0), (1, 1)):
         with pytest.raises(KeyError):
@@ -165,13 +155,12 @@ def test_cost_of_rows(world: int, hops: int) -> None:
     assert sum(tree.sent) == world - 1 and max(tree.hops) <= hops
 
 
-def test_the_way_with_the_shortest_time() -> None:
+def test_small_sums_are_gathered() -> None:
     def chosen(numbers: int, world: int) -> type:
         return type(summing(torch.empty(numbers, dtype=torch.float64), 0, world))
 
     assert [chosen(25, world) for world in (2, 16, 40, 41, 1024)] == [GatheredSum] * 3 + [PairwiseSum] * 2
-    assert [chosen(10_000, world) for world in (2, 8, 1024)] == [PairwiseSum] * 3
-    assert [chosen(130_000, world) for world in (2, 8, 64, 1024)] == [PairwiseSum, RingSum, RingSum, PairwiseSum]
+    assert [chosen(130_000, world) for world in (2, 8, 1024)] == [PairwiseSum] * 3
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 6, 8, 100])

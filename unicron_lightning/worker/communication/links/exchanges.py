@@ -1,7 +1,7 @@
 """Collectives as state machines: which bytes a rank sends at first, and after each arrival; pure.
 
-Bytes are identified by ``(part, segment)``: a part is a hop, and a large tensor is sent as segments, so that a hop of
-one overlaps another hop of the next. An exchange names the memory for bytes that arrive, and is told once they are
+Bytes are identified by ``(part, segment)``: a part is a hop, and a large tensor is broadcast as segments, so that a hop
+of one overlaps another hop of the next. An exchange names the memory for bytes that arrive, and is told once they are
 there.
 All ranks must start the same exchanges in the same order, with tensors of the same size.
 """
@@ -18,11 +18,9 @@ from torch import Tensor
 from unicron_lightning.worker.communication.links.pattern import distances
 
 CHUNK_BYTES: Final = 1 << 20
-"""Most bytes sent at once by large sums and broadcasts."""
+"""Most bytes sent at once by broadcasts."""
 GATHERED_SUM_BYTES: Final = 1 << 13
 """Sums up to this many bytes of all ranks together are gathered and added in rank order, the way of the fewest hops."""
-_HOP_BYTES: Final = 30_000
-"""Bytes that a link carries in the time of one hop (estimated: 30 us, 1 GB/s)."""
 
 
 @dataclass(frozen=True)
@@ -270,72 +268,6 @@ def _meetings(rank: int, world: int) -> list[_Meeting]:
     return found
 
 
-class RingSum:
-    """Sums a large tensor in place: each segment is reduced round the ring, chunk by chunk, then its sums go round.
-
-    In part t a rank sends the chunk that it has received in part t - 1; in parts 0 to world - 2 the receiver adds its
-    own.
-
-    Args:
-        tensor: summed in place.
-        rank, world: this rank, and number of ranks.
-    """
-
-    kind = 3
-
-    def __init__(self, tensor: Tensor, rank: int, world: int) -> None:
-        self._flat = tensor.detach().view(-1)
-        self._rank, self._world = rank, world
-        self._parts = 2 * (world - 1)
-        self.size = tensor.numel() * tensor.element_size()
-        self._chunk = max(1, CHUNK_BYTES // tensor.element_size())  # elements
-        self._segments = -(-tensor.numel() // (self._chunk * world))
-        self._next = [0] * self._segments
-        self._left = self._segments * self._parts
-        self._scratch: dict[int, Tensor] = {}
-        self._spare: list[Tensor] = []
-
-    @property
-    def done(self) -> bool:
-        return self._left == 0
-
-    def begin(self) -> Sequence[Outbound]:
-        return [self._send(0, segment, self._rank) for segment in range(self._segments)]
-
-    def place(self, part: int, segment: int) -> memoryview:
-        if not 0 <= segment < self._segments or self._next[segment] != part or part >= self._parts:
-            raise KeyError((part, segment))
-        chunk = self._elements(segment, self._received(part))
-        if part >= self._world - 1:
-            return bytes_of(chunk)
-        scratch = self._spare.pop() if self._spare else torch.empty(self._chunk + 1, dtype=chunk.dtype)
-        self._scratch[segment] = scratch
-        return bytes_of(scratch[: chunk.numel()])
-
-    def arrived(self, part: int, segment: int) -> Sequence[Outbound]:
-        number = self._received(part)
-        if part < self._world - 1:
-            chunk, scratch = self._elements(segment, number), self._scratch.pop(segment)
-            chunk.add_(scratch[: chunk.numel()])
-            self._spare.append(scratch)
-        self._next[segment] += 1
-        self._left -= 1
-        return [self._send(part + 1, segment, number)] if part + 1 < self._parts else []
-
-    def _received(self, part: int) -> int:
-        """The chunk that arrives in a part."""
-        return (self._rank - part - 1) % self._world
-
-    def _send(self, part: int, segment: int, chunk: int) -> Outbound:
-        return Outbound((self._rank + 1) % self._world, part, segment, bytes_of(self._elements(segment, chunk)))
-
-    def _elements(self, segment: int, chunk: int) -> Tensor:
-        start = segment * self._chunk * self._world
-        count = min(self._chunk * self._world, self._flat.numel() - start)
-        first, last = (start + count * edge // self._world for edge in (chunk, chunk + 1))
-        return self._flat[first:last]
-
-
 class Broadcast:
     """Copies a tensor of the root down a binomial tree, segment by segment.
 
@@ -381,10 +313,7 @@ class Broadcast:
 
 
 def summing(tensor: Tensor, rank: int, world: int) -> HostCollective:
-    """Return the exchange that sums ``tensor`` over the ranks in the shortest time, by its size."""
-    size, hops = tensor.numel() * tensor.element_size(), len(distances(world))
-    if size * world <= GATHERED_SUM_BYTES:
+    """Return the exchange that sums ``tensor`` over the ranks, by its size."""
+    if tensor.numel() * tensor.element_size() * world <= GATHERED_SUM_BYTES:
         return GatheredSum(tensor, rank, world)
-    if hops * (_HOP_BYTES + size) <= 2 * (world - 1) * _HOP_BYTES + 2 * size:
-        return PairwiseSum(tensor, rank, world)
-    return RingSum(tensor, rank, world)
+    return PairwiseSum(tensor, rank, world)

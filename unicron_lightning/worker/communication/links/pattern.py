@@ -2,7 +2,7 @@
 
 Rank r is connected to the ranks at distance 1, 2, 4, ... in both directions, modulo the world: at most
 2 * ceil(log2(world)) connections. Gathers and broadcasts take ceil(log2(world)) hops over them (Bruck et al., 1997, and
-a binomial tree); large sums go round the ring of distance 1.
+a binomial tree), and sums at most two more.
 """
 
 from __future__ import annotations
