@@ -115,7 +115,7 @@ def test_kills_heal_bit_by_bit(name: str, tmp_path: Path, worlds: Any) -> None:
 
 def test_shards_without_copies_are_lost_with_their_owner(tmp_path: Path, worlds: Any) -> None:
     model = {**MODEL, **ZERO1}
-    lost = {"save_every": 2, "redundancy": {"copies": 0, "overlap": False}}
+    lost = {"save_every": 2, "redundancy": {"copies": 0}}
     schedule = [die("reduce", 1, 0, from_step=5)]
     settings = {**model, "steps": 8, **lost}
     with Cluster(tmp_path, script=SCRIPT, agents=2, nodes="2:2", schedule=schedule, settings=settings) as cluster:

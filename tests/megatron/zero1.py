@@ -69,7 +69,6 @@ class Rank:
 
     def update(self) -> None:
         """Run from the gradients of all to the parameters of all."""
-        self.mirror.settle()
         dist.barrier()
         plain.finalize_model_grads([self.training.ddp])
         self.training.optimizer.step()
@@ -172,7 +171,6 @@ def killed(rank: int, world: int, folder: Path, *, when: str, dying: list[int], 
     )
     me.mirror.protect(found[0])
     norms = [me.training.step(number, MICRO_BATCHES) for number in range(found[0], found[0] + 2)]
-    me.mirror.settle()
     me.close()
     return {"versions": found, "exact": exact, "gradients": gradients, "norms": norms, "bytes": me.mirror.host_bytes}
 
@@ -185,15 +183,13 @@ def grown(rank: int, world: int, folder: Path, *, founders: int) -> dict[str, An
     size = 1 if joins else founders
     plain.start(0 if joins else rank, size, folder, name=f"groups0{alone}")
     training = plain.build(toy.Toy(), zero1=True, seed=99 if joins else 1234)
-    mirror = Mirror(optimizer := ShardedOptimizer([training.ddp], training.optimizer), Redundancy(every=3))
+    mirror = Mirror(optimizer := ShardedOptimizer([training.ddp], training.optimizer), Redundancy(copies=0))
     if not joins:
         mirror.join(exchange(folder, "mirror0", rank, founders))
-        mirror.protect(0)
+        mirror.hold(0)
         for number in range(2):
             training.step(number, MICRO_BATCHES)
-            mirror.protect(number + 1)
-            mirror.settle()
-        mirror.hold(2)
+            mirror.hold(number + 1)
         keep(optimizer, training, folder / f"before-2-{rank}.pt")
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -205,11 +201,10 @@ def grown(rank: int, world: int, folder: Path, *, founders: int) -> dict[str, An
     exact = equal(
         assembled(folder, "before", 2, list(range(founders))), assembled(folder, "after", 2, list(range(world)))
     )
-    mirror.protect(found[0])
+    mirror.hold(found[0])
     for bucket in [bucket for group in training.ddp.bucket_groups for bucket in group.buckets]:
         bucket.gradient_scaling_factor = 1 / world  # kept from before; the caller adapts it to a group's size
     norms = [training.step(number, MICRO_BATCHES) for number in (2, 3)]
-    mirror.settle()
     mirror.close()
     dist.destroy_process_group()
     return {"versions": found, "exact": exact, "norms": norms}
@@ -222,11 +217,9 @@ def staged(rank: int, world: int, folder: Path) -> dict[str, Any]:
     me.mirror.protect(0)
     me.step(0)
     me.step(1)
-    me.mirror.settle()
     dist.barrier()
     if rank in (0, 1):  # the first stage
         me.mirror.protect(3)
-        me.mirror.settle()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     if replica == 1:
@@ -245,9 +238,7 @@ def staged(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 
 def _in_backward(me: Rank) -> list[Tensor]:
-    """During the accumulation of gradients; the copies have arrived."""
-    me.mirror.settle()
-    dist.barrier()
+    """During the accumulation of gradients."""
     me.training.accumulate(2, MICRO_BATCHES)
     me.die()
     return [parameter.main_grad.clone() for parameter in me.training.ddp.module.parameters()]
@@ -274,8 +265,6 @@ def _in_reduce_scatter(me: Rank) -> None:
         for group in groups[1:]:
             group.grad_reduce_handle.wait()
     me.survivors()
-    with contextlib.suppress(CommunicatorAborted):
-        me.mirror.settle()
 
 
 def _before_the_copies(me: Rank) -> None:
@@ -286,9 +275,8 @@ def _before_the_copies(me: Rank) -> None:
     dist.barrier()
     me.die()
     me.survivors()
-    me.mirror.protect(3)
     with contextlib.suppress(CommunicatorAborted):
-        me.mirror.settle()
+        me.mirror.protect(3)
 
 
 MOMENTS: dict[str, Callable[[Rank], list[Tensor] | None]] = {

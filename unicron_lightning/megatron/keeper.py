@@ -1,6 +1,6 @@
 """One worker's shard of the distributed optimizer (ZeRO-1) through epochs: its copies on peers, and its restoration.
 
-A step is committed only after every worker has done its update and has the copies (`Mirror` without overlap). At any
+A step is committed only after every worker has done its update and has the copies (`Mirror.protect`). At any
 moment the last committed version is therefore complete in host memory, own and mirrored, and no result of the next one
 has been published. After a failure at any moment, the members of the new epoch return to, or stay at, the newest
 version that one of them has committed; gradients of completed calls are kept.
@@ -157,7 +157,7 @@ class ShardKeeper:
         self.keep(version)
 
     def close(self) -> None:
-        """Stop the mirror's thread and drop all copies."""
+        """Drop all copies."""
         self._mirror.close()
 
     def _loss(self, version: int, found: str) -> str:
@@ -194,10 +194,4 @@ def check_redundancy(redundancy: Redundancy | None, *, distributed: bool) -> Red
                 "ddp=DistributedDataParallelConfig(use_distributed_optimizer=True) with it"
             )
         return None
-    redundancy = Redundancy(overlap=False) if redundancy is None else redundancy
-    if redundancy.overlap or redundancy.every != 1:
-        raise ConfigError(
-            f"redundancy={redundancy!r}: the unicron_megatron strategy redoes no committed step, so each waits for its "
-            "copies; expected overlap=False and every=1"
-        )
-    return redundancy
+    return Redundancy() if redundancy is None else redundancy

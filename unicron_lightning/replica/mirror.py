@@ -1,25 +1,16 @@
 """Redundant copies of optimizer shards in the host memory of data-parallel peers, and their restoration.
 
-After each optimizer step (`protect`) a thread copies this rank's shard into host memory and sends it to its holders,
-while the training thread continues with the next step's forward and backward passes. `settle` waits for the thread; it
-belongs before the next optimizer step, ahead of a point that all ranks pass together. Every buffer exists twice, so
-that one of two successive versions is complete at any moment:
-
-    step n's commit          protect(n)   forward, backward of n+1      settle   commit   optimizer step n+1
-    ----|--------------------|============ copy, send ==================|--------|--------|----
-    complete everywhere: n-1 (own and mirrored) ......................... n ..............
+After each optimizer step and before its commit (`protect`) a rank copies its shard into host memory and sends it to its
+holders. Every buffer exists twice, so that one of two successive versions is complete at any moment.
 
 **Guaranteed.** If no rank dies together with all holders of its shard, some version is complete on every stage
 (`survey`), and `restore` gives each member of the new group its exact shard of this version with the corresponding
-parameters. Versions are never mixed, wherever in a step the death was: in the reduce-scatter, the optimizer step or the
-gathering of parameters. The version is
+parameters. Versions are never mixed, wherever in a step the death was: in the reduce-scatter, the optimizer step, the
+gathering of parameters or the copies. As no rank commits a step before its copies are made, the version is the last
+committed one.
 
-- the last committed one, if the death was after its `settle`, or its copies had arrived by then;
-- else the one before: the step in between has to be repeated.
-
-With ``every`` above 1 it is older by up to that number of steps. Gradients accumulated so far (``main_grad``) are kept.
-After `restore`, call `protect` for the restored version: until it has settled, a second copy may not exist. If no
-version is complete (`ShardsLost`), only a checkpoint remains.
+Gradients accumulated so far (``main_grad``) are kept. After `restore`, call `protect` for the restored version: before,
+a second copy may not exist. If no version is complete (`ShardsLost`), only a checkpoint remains.
 
 **Cost.** Host memory: 24 bytes per element of a shard for its owner's copies, and as much again for each copy on
 others; during a recovery the new layout's beside the old one's. Traffic: 12 bytes per element, step and copy.
@@ -27,9 +18,7 @@ others; during a recovery the new layout's beside the old one's. Traffic: 12 byt
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,20 +89,13 @@ class Redundancy:
 
     Args:
         copies: of each shard, on other ranks; 0 for none, in which case a dead worker's shard is lost.
-        every: steps between copies.
-        overlap: whether training continues while copies are made; otherwise each step waits for them, and no committed
-            step is repeated.
     """
 
     copies: int = 1
-    every: int = 1
-    overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.copies < 0:
             raise ConfigError(f"copies={self.copies}: expected 0 or more")
-        if self.every < 1:
-            raise ConfigError(f"every={self.every}: expected 1 or more steps")
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +116,7 @@ class Mirror:
 
     Args:
         optimizer: this rank's shard.
-        redundancy: number and frequency of copies.
+        redundancy: number of copies.
         node: label of this rank's machine; copies go to other nodes first.
     """
 
@@ -149,9 +131,6 @@ class Mirror:
         self._surveyed: list[Report] = []
         self._ring: Ring | None = None
         self._exchange: Exchange | SoloCommunicator | None = None
-        self._lock = threading.Lock()
-        self._running: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="unicron-mirror")
 
     # in a complete group
 
@@ -166,17 +145,16 @@ class Mirror:
         self._arrange([report.pieces for report in reports], [report.node for report in reports])
 
     def protect(self, version: int) -> None:
-        """Copy the present shard; all ranks have committed this version.
+        """Return when the present shard is copied and sent. A collective of the group; nothing without ``copies``.
 
         Args:
-            version: optimizer steps done. Versions that are no multiple of ``every`` are skipped, except the first of a
-                layout. Without ``copies`` nothing is done.
+            version: optimizer steps done.
+
+        Raises:
+            CommunicatorAborted: the copies could not be made; the group has to recover.
         """
-        new = all(stored.layout != self._layout for stored in self._stored)
-        if self._redundancy.copies and (new or version % self._redundancy.every == 0):
-            self._begin(version, send=True)
-            if not self._redundancy.overlap:
-                self.settle()
+        if self._redundancy.copies:
+            self._copy(version, send=True)
 
     def hold(self, version: int) -> None:
         """Copy the shard for its owner without sending it, as needed before a planned change of the group.
@@ -184,21 +162,9 @@ class Mirror:
         Args:
             version: as for `protect`.
         """
-        self.settle()
         own = (stored for stored in self._stored if stored.layout == self._layout)
         if all(stored.holding.version != version for stored in own):
-            self._begin(version, send=False)
-            self.settle()
-
-    def settle(self) -> None:
-        """Wait until the work begun by `protect` is done.
-
-        Raises:
-            CommunicatorAborted: the copies could not be made; the group has to recover.
-        """
-        if self._running is not None:
-            self._running.result()
-            self._running = None
+            self._copy(version, send=False)
 
     @property
     def ranks(self) -> int:
@@ -214,14 +180,13 @@ class Mirror:
         """
         assert self._ring is not None and self._exchange is not None, "call join first"
         layouts, rank = self._ring.layouts, self._exchange.rank
-        with self._lock:
-            stored = [s for s in self._stored if (s.holding.version, s.layout) == (version, self._layout)]
+        stored = [s for s in self._stored if (s.holding.version, s.layout) == (version, self._layout)]
         owners = sorted(range(len(layouts)), key=lambda owner: owner != rank)
         found = {owner: s for owner in owners for s in stored if s.holding.pieces == layouts[owner]}
         return found if rank in found else {}
 
     def abort(self, reason: str) -> None:
-        """Release a `settle` or an exchange in progress; from any thread."""
+        """Release an exchange in progress; from any thread."""
         if self._exchange is not None:
             self._exchange.abort(reason)
 
@@ -232,18 +197,16 @@ class Mirror:
         return sum(tensor.numel() * tensor.element_size() for slot in slots for tensor in (slot.own, *slot.kept))
 
     def pause(self) -> None:
-        """Stop transfers because the group has ended; stored copies are kept."""
-        self._end_transfer("the group has changed")
+        """Close the exchange because the group has ended; stored copies are kept."""
+        self._leave("the group has changed")
 
     def forget(self, above: int) -> None:
-        """Drop stored versions later than ``above``; no transfer may be in progress."""
-        with self._lock:
-            self._stored = [stored for stored in self._stored if stored.holding.version <= above]
+        """Drop stored versions later than ``above``."""
+        self._stored = [stored for stored in self._stored if stored.holding.version <= above]
 
     def close(self) -> None:
-        """Stop the thread and drop all copies."""
-        self._end_transfer("closed")
-        self._thread.shutdown()
+        """Close the exchange and drop all copies."""
+        self._leave("closed")
         self._stored, self._ring = [], None
 
     # after a failure, or before another layout
@@ -257,8 +220,7 @@ class Mirror:
             exchange: of the new group, in its order; it replaces the old one.
         """
         self.pause()
-        with self._lock:
-            holdings = tuple(stored.holding for stored in self._stored)
+        holdings = tuple(stored.holding for stored in self._stored)
         self._surveyed = self._gather(exchange, holdings)
         return shards.versions([report.holdings for report in self._surveyed], self._optimizer.whole)
 
@@ -327,21 +289,6 @@ class Mirror:
         self._ring = ring
         self._layout += 1
 
-    def _begin(self, version: int, send: bool) -> None:
-        assert self._ring is not None and self._running is None, "settle must be called between two versions"
-        ready = None
-        if self._optimizer.device.type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record()
-        with self._lock:
-            # All ranks have settled the last version, or no commit would have followed: only it is still needed.
-            newest = max((stored.holding.version for stored in self._stored), default=version)
-            layout = max((stored.layout for stored in self._stored if stored.holding.version == newest), default=0)
-            self._stored = [s for s in self._stored if (s.holding.version, s.layout) == (newest, layout)]
-            self._steps = {newest: self._steps.get(newest, 0.0), version: self._optimizer.steps}
-            slot = self._free_slot()
-        self._running = self._thread.submit(self._copy, version, slot, ready, send)
-
     def _free_slot(self) -> VersionBuffers:
         """Buffers without stored data."""
         assert self._ring is not None and self._exchange is not None
@@ -351,18 +298,19 @@ class Mirror:
         # without copies: used by `hold`
         return VersionBuffers(own=torch.empty(ROWS, self._ring.elements(self._exchange.rank)), kept=[])
 
-    def _copy(self, version: int, slot: VersionBuffers, ready: torch.cuda.Event | None, send: bool) -> None:
-        """Work of the thread: copy from device to host, then from host to host."""
+    def _copy(self, version: int, *, send: bool) -> None:
+        """Copy from device to host, then from host to host."""
         ring, exchange = self._ring, self._exchange
-        assert ring is not None and exchange is not None
-        if ready is None:
-            self._optimizer.read(slot.own)
-        else:
-            stream = torch.cuda.Stream(self._optimizer.device)
-            with torch.cuda.stream(stream):
-                stream.wait_event(ready)
-                self._optimizer.read(slot.own)
-            stream.synchronize()
+        assert ring is not None and exchange is not None, "call join first"
+        # All ranks have the copies of the last version, or no commit would have followed: only it is still needed.
+        newest = max((stored.holding.version for stored in self._stored), default=version)
+        layout = max((stored.layout for stored in self._stored if stored.holding.version == newest), default=0)
+        self._stored = [s for s in self._stored if (s.holding.version, s.layout) == (newest, layout)]
+        self._steps = {newest: self._steps.get(newest, 0.0), version: self._optimizer.steps}
+        slot = self._free_slot()
+        self._optimizer.read(slot.own)
+        if self._optimizer.device.type == "cuda":
+            torch.cuda.current_stream(self._optimizer.device).synchronize()
         self._store(version, ring.layouts[exchange.rank], slot.own)
         if not send:
             return
@@ -377,18 +325,12 @@ class Mirror:
                 self._store(version, ring.layouts[owner], data.view(ROWS, -1))
 
     def _store(self, version: int, pieces: tuple[Piece, ...], data: Tensor) -> None:
-        with self._lock:
-            holding = Holding(version=version, pieces=pieces)
-            self._stored.append(Stored(holding=holding, data=data, layout=self._layout))
+        holding = Holding(version=version, pieces=pieces)
+        self._stored.append(Stored(holding=holding, data=data, layout=self._layout))
 
-    def _end_transfer(self, reason: str) -> None:
-        """End the thread's present work, successfully or not; completely received copies stay."""
+    def _leave(self, reason: str) -> None:
         if self._exchange is not None:
             self._exchange.abort(reason)
-        if self._running is not None:
-            self._running.exception()
-            self._running = None
-        if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
 
@@ -406,7 +348,7 @@ class Mirror:
         into = [item for item in found if item.target == rank]
         out.sort(key=lambda item: (item.target, item.piece))
         into.sort(key=lambda item: (item.source, item.piece))
-        # The stored list is the reported one: no transfer is in progress.
+        # The stored list is the reported one.
         sent = torch.cat([cut(self._stored[item.holding], item.piece).reshape(-1) for item in out] or [torch.empty(0)])
         received = torch.empty(ROWS * sum(len(item.piece) for item in into))
         sent_to = [ROWS * sum(len(item.piece) for item in out if item.target == other) for other in range(world)]

@@ -84,11 +84,9 @@ def test_sizes() -> None:
 def test_redundancy() -> None:
     shards = DistributedDataParallelConfig(use_distributed_optimizer=True)
     UnicronMegatronStrategy(ddp=shards)
-    UnicronMegatronStrategy(ddp=shards, redundancy=Redundancy(copies=2, overlap=False))
-    with pytest.raises(ConfigError, match=r"overlap=True.*expected overlap=False and every=1"):
-        UnicronMegatronStrategy(ddp=shards, redundancy=Redundancy())
+    UnicronMegatronStrategy(ddp=shards, redundancy=Redundancy(copies=2))
     with pytest.raises(ConfigError, match=r"expected ddp=.*use_distributed_optimizer=True"):
-        UnicronMegatronStrategy(redundancy=Redundancy(overlap=False))
+        UnicronMegatronStrategy(redundancy=Redundancy())
 
 
 def test_loaders() -> None:
