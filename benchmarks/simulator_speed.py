@@ -19,15 +19,18 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from unicron_lightning.planner.performance.model import SublinearModel
-from unicron_lightning.simulate.cases import composed
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.settings import POLICIES, simulate
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask
 from unicron_lightning.terms import Terms
+
+sys.path.append(str(Path(__file__).parent / "experiments"))
+from experiment_cases import composed
 
 DAY = 86400.0
 NODE_WORKERS = 8

@@ -25,11 +25,7 @@ from baseline import (
     show_speeds,
     speed_cases,
 )
-from physics import PHYSICS_TEXT, physics_cases, show_physics
-from process_pool import processes
-from validation import VALIDATION_TEXT, show_validation, validation_cases
-
-from unicron_lightning.simulate.cases import (
+from experiment_cases import (
     SimulationCase,
     at_our_worst,
     at_their_best,
@@ -39,12 +35,15 @@ from unicron_lightning.simulate.cases import (
     run,
     swings,
 )
+from experiment_pictures import sweep_picture, tornado_picture
+from physics import PHYSICS_TEXT, physics_cases, show_physics
+from process_pool import processes
+from validation import VALIDATION_TEXT, show_validation, validation_cases
+
 from unicron_lightning.simulate.output.pictures import (
     WafCurve,
     curves_picture,
     losses_picture,
-    sweep_picture,
-    tornado_picture,
 )
 from unicron_lightning.simulate.output.summaries import Row, summary, with_ratio
 from unicron_lightning.simulate.output.tables import as_markdown

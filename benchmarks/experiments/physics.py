@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from unicron_lightning.simulate.cases import SimulationCase, cases_of
+from experiment_cases import SimulationCase, cases_of
+
 from unicron_lightning.simulate.output.pictures import WafCurve
 
 POLICIES: Final = ("unicron", "megatron", "torchft", "inprocess")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import document as experiments
 import pytest
+from experiment_cases import at_our_worst, at_their_best, cases_of, composed, for_nothing, run, swings
+from experiment_pictures import sweep_picture, tornado_picture
 from PIL import Image
-
-from unicron_lightning.simulate.cases import at_our_worst, at_their_best, cases_of, composed, for_nothing, run, swings
-from unicron_lightning.simulate.output.pictures import sweep_picture, tornado_picture
 
 SHORT = ("trace=b_quick", "trace.days=0.5")
 

@@ -7,12 +7,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from experiment_cases import composed
 from simulate.scenes import CLUSTER, costs, random_trace, task, two_tasks
 from simulate.test_policies import check_accounts
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.calibration import read_calibration
-from unicron_lightning.simulate.cases import composed
 from unicron_lightning.simulate.result import SimulationResult
 from unicron_lightning.simulate.settings import POLICIES, simulate
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault

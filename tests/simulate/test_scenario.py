@@ -6,12 +6,12 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from experiment_cases import composed
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.accounts.ideal import optimum
-from unicron_lightning.simulate.cases import composed
 from unicron_lightning.simulate.scenario import SizeConfig, WorkloadConfig, read_size, read_workload, scene
 from unicron_lightning.simulate.settings import system_of
 

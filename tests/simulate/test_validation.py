@@ -7,9 +7,9 @@ from collections import Counter
 import physics
 import pytest
 import validation
+from experiment_cases import run
 from simulate.traces.test_generate import preset
 
-from unicron_lightning.simulate.cases import run
 from unicron_lightning.simulate.trace import SimCluster
 from unicron_lightning.simulate.traces.config import read_trace
 from unicron_lightning.simulate.traces.generate import generate
