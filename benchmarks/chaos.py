@@ -41,7 +41,7 @@ from system.cluster import SETTINGS, Cluster, Note
 from system.judge import Reference, check_exact
 
 from unicron_lightning.errors import UnicronError
-from unicron_lightning.faults.fault import Fault
+from unicron_lightning.faults.fault import Fault, Kind
 from unicron_lightning.faults.language import text
 from unicron_lightning.faults.script import Faults
 from unicron_lightning.local_cluster.processes import kill, lives, until
@@ -113,30 +113,28 @@ def draw(kind: str, nodes: Sequence[str], chance: random.Random) -> list[str]:
     one, other, *_ = nodes
     start = chance.uniform(0.001, 0.3)
 
-    def when(later: float = 0.0) -> float:
-        return round(start + later, 3)
+    def fault(kind: Kind, node: str | None = None, later: float = 0.0) -> Fault:
+        return Fault(kind=kind, node=node, after=round(start + later, 3))
 
     match kind:
         case "worker":
-            faults = Faults().kill(node=one, after=when())
+            faults = [fault("kill", one)]
         case "two workers":
-            faults = Faults().kill(node=one, after=when()).kill(node=other, after=when())
+            faults = [fault("kill", one), fault("kill", other)]
         case "all workers":
-            faults = Faults()
-            for node in nodes:
-                faults = faults.kill(node=node, after=when())
+            faults = [fault("kill", node) for node in nodes]
         case "second in recovery":
-            faults = Faults().kill(node=one, after=when()).kill(node=other, after=when(chance.uniform(0.0, 0.06)))
+            faults = [fault("kill", one), fault("kill", other, chance.uniform(0.0, 0.06))]
         case "agent":
-            faults = Faults().kill_agent(node=one, after=when())
+            faults = [fault("kill agent", one)]
         case "coordinator":
-            faults = Faults().kill_coordinator(after=when())
+            faults = [fault("kill coordinator")]
         case "worker and coordinator":
             later = chance.choice([0.0, 0.02, 0.2])
-            faults = Faults().kill_coordinator(after=when()).kill(node=one, after=when(later))
+            faults = [fault("kill coordinator"), fault("kill", one, later)]
         case _:
-            faults = Faults().stop(node=one, after=when())
-    return faults.texts
+            faults = [fault("stop", one)]
+    return [text(each) for each in faults]
 
 
 class Chaos:

@@ -61,7 +61,7 @@ def test_a_gradient_is_corrupted_in_the_step_that_was_said(tmp_path: Path) -> No
 
 def test_what_is_raised_ends_the_fit(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
-        fit(tmp_path, FaultInjection(Faults().raise_error("other_software_error", step=1, phase="commit")))
+        fit(tmp_path, FaultInjection(Faults("raise other_software_error step=1 phase=commit")))
 
 
 def test_wrong_faults_and_other_strategies_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Texts of faults and their values: round trips, refusals, and the Python form."""
+"""Texts of faults and their values: round trips, refusals, and lists of them."""
 
 from __future__ import annotations
 
@@ -194,30 +194,14 @@ def test_any_text_is_a_fault_or_is_refused_with_one_error(words: str) -> None:
         assert parse(text(fault)) == fault
 
 
-def test_the_python_form_says_the_same() -> None:
-    script = (
-        Faults()
-        .kill(rank=1, step=25, micro_batch=1)
-        .kill("SIGTERM", node="b")
-        .kill_agent(node="b")
-        .kill_coordinator(after=90.0)
-        .stop(5, rank=2)
-        .hang("spin", node="b", rate=2, seed=7)
-        .raise_error("ecc_error", rank=-1, phase="validation")
-        .exit(3, rank="all", times=2)
-        .slow(3, steps=20, rank=2, from_step=10)
-        .slow(1.5, 0.25)
-        .drop_network(3, node="rack 1=a")
-        .corrupt_gradient(task="gpt", step=0)
-    )
-    assert script.texts == [*FORMS][1:-3]
-    assert Faults(script.texts) == script
-    assert hash(Faults(script.texts)) == hash(script)
-    assert script[:2].texts == [*FORMS][1:3]
-    assert script[0] in script and len(script) == len(FORMS) - 4
+def test_a_list_of_texts_or_faults() -> None:
+    script = Faults([*FORMS])
+    assert script.texts == [*FORMS]
+    assert Faults(script) == script and Faults("kill rank=1")[0] in Faults(["kill rank=1", "stop"])
+    assert hash(Faults(script.texts)) == hash(script) and len(script) == len(FORMS)
     assert "kill rank=1" in repr(script)
     with pytest.raises(ConfigError, match="expected a factor above 1"):
-        Faults().slow(1)
+        Faults("slow x1")
 
 
 def test_a_seed_for_those_that_have_none() -> None:
