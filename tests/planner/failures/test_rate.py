@@ -1,4 +1,4 @@
-"""Rates estimated online: intervals cover, estimates converge, and the prior has its stated weight."""
+"""Rates estimated online: estimates converge, and the prior has its stated weight."""
 
 from __future__ import annotations
 
@@ -42,36 +42,17 @@ def test_a_prior_of_one_failure_weighs_as_one_failure() -> None:
     ).mean_per_second == pytest.approx(1 / (2000 * HOUR))
 
 
-def test_estimates_converge_and_the_interval_shrinks() -> None:
+def test_estimates_converge() -> None:
     generator = np.random.default_rng(11)
-    truth, widths = 1 / (40_000 * HOUR), []
+    truth = 1 / (40_000 * HOUR)
     prior = RateBelief.from_mtbf(400_000 * HOUR)  # ten times too optimistic
-    for worker_hours in (1e5, 1e6, 1e7, 1e8):
-        failures = int(generator.poisson(truth * worker_hours * HOUR))
-        belief = prior.observed(num_failures=failures, exposure_seconds=worker_hours * HOUR)
-        low, high = belief.interval_per_second(0.9)
-        widths.append(high / low)
-    assert widths == sorted(widths, reverse=True)
+    failures = int(generator.poisson(truth * 1e8 * HOUR))
+    belief = prior.observed(num_failures=failures, exposure_seconds=1e8 * HOUR)
     assert belief.mean_per_second == pytest.approx(truth, rel=0.05)
 
 
-@pytest.mark.parametrize("probability", [0.5, 0.9])
-def test_intervals_cover_as_often_as_they_say(probability: float) -> None:
-    # rates drawn from the prior, then failures from the rate: Bayesian intervals are exact here
-    generator = np.random.default_rng(13)
-    prior, exposure, trials = RateBelief.from_mtbf(1000 * HOUR, num_failures=2), 3000 * HOUR, 3000
-    covered = 0
-    for rate in generator.gamma(2, 1 / (2000 * HOUR), size=trials):
-        belief = prior.observed(num_failures=int(generator.poisson(rate * exposure)), exposure_seconds=exposure)
-        low, high = belief.interval_per_second(probability)
-        covered += bool(low <= rate <= high)
-    assert covered / trials == pytest.approx(probability, abs=4 * (probability * (1 - probability) / trials) ** 0.5)
-
-
-@given(beliefs, st.floats(0.05, 0.95))
-def test_the_mean_is_what_d_running_uses(belief: RateBelief, probability: float) -> None:
-    low, high = belief.interval_per_second(probability)
-    assert 0 <= low < high
+@given(beliefs)
+def test_the_mean_is_what_d_running_uses(belief: RateBelief) -> None:
     running = FailureModel(worker=belief.hazard()).running_seconds(16)
     assert running == pytest.approx(belief.exposure_seconds / belief.num_failures / 16)
 
@@ -83,7 +64,6 @@ def test_the_mean_is_what_d_running_uses(belief: RateBelief, probability: float)
         (lambda b: RateBelief.from_mtbf(0.0), r"exposure_seconds=0\.0: expected"),
         (lambda b: b.observed(num_failures=-1, exposure_seconds=1), "num_failures=-1: expected"),
         (lambda b: b.observed(num_failures=1, exposure_seconds=float("nan")), "exposure_seconds=nan: expected"),
-        (lambda b: b.interval_per_second(1.0), r"probability=1\.0: expected"),
     ],
 )
 def test_wrong_values_are_refused_in_words(call, message) -> None:

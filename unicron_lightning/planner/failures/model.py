@@ -26,11 +26,11 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from unicron_lightning.planner.failures import incomplete_gamma
-
 FloatArray = NDArray[np.float64]
 
 SECONDS_PER_HOUR: Final = 3600.0
+_RELATIVE_ERROR: Final = 1e-15
+_TINY: Final = 1e-300
 
 # The integral is taken over y = ln t by the trapezoidal rule: the integrand S(e^y) e^y is smooth and dies away at both
 # ends, where that rule converges geometrically. In units of the shortest mean lifetime the range is from e^-75, below
@@ -167,5 +167,56 @@ class WeibullHazard:
 
     def accumulated(self, times_seconds: FloatArray) -> FloatArray:
         scaled = np.power(times_seconds / self.scale_seconds, self.shape)
-        fractions = [incomplete_gamma.log_upper_fraction(1 / self.shape, float(x)) for x in scaled.flat]
+        fractions = [log_upper_fraction(1 / self.shape, float(x)) for x in scaled.flat]
         return -np.reshape(np.array(fractions, dtype=np.float64), scaled.shape)
+
+
+def log_upper_fraction(shape: float, x: float) -> float:
+    """The logarithm of the regularised upper incomplete gamma function, also where that underflows or is near 1.
+
+        Q(a, x) = (1 / Gamma(a)) * integral from x to infinity of u^(a-1) exp(-u) du
+
+    The power series and the continued fraction are textbook ones (NIST Digital Library of Mathematical Functions,
+    sections 8.7 and 8.9, https://dlmf.nist.gov/8). scipy has this function but is no dependency of this package; the
+    tests compare with it.
+
+    Args:
+        shape: a, > 0.
+        x: >= 0.
+    """
+    if x <= 0:
+        return 0.0
+    if x < shape + 1:
+        return math.log1p(-min(math.exp(_log_series(shape, x)), 1 - _RELATIVE_ERROR))
+    return _log_continued_fraction(shape, x)
+
+
+def _log_series(shape: float, x: float) -> float:
+    """The logarithm of 1 - Q by its power series, which converges fast for x < shape + 1."""
+    term = total = 1.0
+    denominator = shape
+    while term > total * _RELATIVE_ERROR:
+        denominator += 1
+        term *= x / denominator
+        total += term
+    return math.log(total) + shape * math.log(x) - x - math.lgamma(shape + 1)
+
+
+def _log_continued_fraction(shape: float, x: float) -> float:
+    """The logarithm of Q by its continued fraction (from the front, after Lentz), which converges fast for larger x."""
+    b = x + 1 - shape
+    c = 1 / _TINY
+    d = 1 / b
+    fraction = d
+    change, n = 0.0, 0
+    while abs(change - 1) > _RELATIVE_ERROR and n < 1_000_000:
+        n += 1
+        a = -n * (n - shape)
+        b += 2
+        d = a * d + b
+        d = 1 / (d if abs(d) > _TINY else _TINY)
+        c = b + a / c
+        c = c if abs(c) > _TINY else _TINY
+        change = c * d
+        fraction *= change
+    return math.log(fraction) + shape * math.log(x) - x - math.lgamma(shape)

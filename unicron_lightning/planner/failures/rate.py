@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from unicron_lightning.planner.failures import incomplete_gamma
 from unicron_lightning.planner.failures.model import ConstantHazard
 
 
@@ -66,18 +65,6 @@ class RateBelief:
     def mean_per_second(self) -> float:
         """Posterior mean of the rate, failures per component-second."""
         return self.num_failures / self.exposure_seconds
-
-    def interval_per_second(self, probability: float = 0.9) -> tuple[float, float]:
-        """The equal-tailed credible interval of the rate.
-
-        Args:
-            probability: that the rate lies inside, between 0 and 1.
-        """
-        if not 0 < probability < 1:
-            raise ValueError(f"probability={probability}: expected a number between 0 and 1, both excluded")
-        tail = (1 - probability) / 2
-        low, high = (incomplete_gamma.quantile(self.num_failures, p) for p in (tail, 1 - tail))
-        return low / self.exposure_seconds, high / self.exposure_seconds
 
     def hazard(self) -> ConstantHazard:
         """The hazard to plan with: the posterior mean."""
