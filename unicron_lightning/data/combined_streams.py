@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.order import DataOrder
 from unicron_lightning.data.seeding import kept
-from unicron_lightning.data.stream_reader import SeenAs, StreamOpener, settings_of
+from unicron_lightning.data.stream_reader import SeenAs, StreamOpener, end_workers, settings_of
 
 MakeLoader = Callable[[int, int, "int | None"], Any]
 """Given epoch, device and number of worker processes, makes the loader of a device."""
@@ -144,9 +144,7 @@ class _Again:
     def close(self) -> None:
         """End the worker processes."""
         iterator, self._iterator = self._iterator, None
-        shutdown = getattr(iterator, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        end_workers(iterator)
 
 
 class _OfDevice:

@@ -134,9 +134,14 @@ class StreamReader:
     def close(self) -> None:
         """End the stream's worker processes."""
         iterator, self._iterator = self._iterator, None
-        shutdown = getattr(iterator, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        end_workers(iterator)
+
+
+def end_workers(iterator: object) -> None:
+    """End the worker processes of a loader's iterator, if it has some."""
+    shutdown = getattr(iterator, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()
 
 
 class StreamOpener:

@@ -24,14 +24,17 @@ from typing import Any, Final, Generic, Literal, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from unicron_lightning import wire
 from unicron_lightning.replica.channels import Channels, Topology
 from unicron_lightning.replica.layout import ReplicaLayout, ReplicaShape, StateLost, Word, plan_layout
 from unicron_lightning.replica.peers import PeerGroup
-from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle
+from unicron_lightning.worker.communication.communicator import (
+    Communicator,
+    CommunicatorAborted,
+    ForwardingCommunicator,
+)
 from unicron_lightning.worker.communication.gloo import GlooGroup
 from unicron_lightning.worker.communication.store_clients import clients, name_key
 from unicron_lightning.worker.control.thread import EXIT_EXPELLED, Control
@@ -447,7 +450,7 @@ def _record_of(worker: str) -> str:
     return f"replica/shard/{worker.rpartition('#')[0]}"
 
 
-class ReplicaCommunicator:
+class ReplicaCommunicator(ForwardingCommunicator):
     """An epoch's communicator, which aborts and closes the channels between replicas with itself.
 
     Args:
@@ -456,34 +459,20 @@ class ReplicaCommunicator:
     """
 
     def __init__(self, base: Communicator, channels: Channels | None) -> None:
-        self.rank, self.world, self.tells_success = base.rank, base.world, base.tells_success
+        super().__init__(base)
         self.channels = channels
-        self._base = base
 
-    def all_reduce(self, tensor: Tensor) -> Handle:
-        return self._base.all_reduce(tensor)
-
-    def all_gather(self, received: Tensor, sent: Tensor) -> Handle:
-        return self._base.all_gather(received, sent)
-
-    def broadcast(self, tensor: Tensor, root: int) -> Handle:
-        return self._base.broadcast(tensor, root)
-
-    def wait(self, handle: Handle) -> None:
-        self._base.wait(handle)
-
+    @override
     def abort(self, reason: str) -> None:
-        self._base.abort(reason)
+        super().abort(reason)
         if self.channels is not None:
             self.channels.cut()
 
+    @override
     def close(self) -> None:
-        self._base.close()
+        super().close()
         if self.channels is not None:
             self.channels.close()
-
-    def released(self, seconds: float) -> bool:
-        return self._base.released(seconds)
 
 
 def start_anew(reason: str) -> NoReturn:

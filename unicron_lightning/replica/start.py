@@ -19,15 +19,13 @@ _PIECE_BYTES: Final = 1 << 26
 """Bytes that a worker holds of another shard's state."""
 
 
-class InitialState(Indivisible):
-    """All replicas start from the first one's parameters.
+class ShardOperation(Indivisible):
+    """An operation in which all workers do the same with their shards.
 
     Args:
-        fabric: provides this worker's place.
+        fabric: provides this worker's place and progress.
         model: its shard.
     """
-
-    name = "initial_state"
 
     def __init__(self, fabric: ReplicaFabric[Any], model: ReplicaModel) -> None:
         self._fabric = fabric
@@ -35,6 +33,12 @@ class InitialState(Indivisible):
 
     def plan(self, reports: ReportSum, rank: int) -> None:
         """All ranks do the same."""
+
+
+class InitialState(ShardOperation):
+    """All replicas start from the first one's parameters."""
+
+    name = "initial_state"
 
     def attempt(self, engine: Engine) -> bytes:
         channels, keeper = self._fabric.channels, self._model.keeper
@@ -48,24 +52,13 @@ class InitialState(Indivisible):
         return b""
 
 
-class LastState(Indivisible):
+class LastState(ShardOperation):
     """At the end of a fit, workers with an older state of their shard, as spares have, receive the newest.
 
     It goes through all members, since a spare has no connections of its own. No member leaves before all have theirs.
-
-    Args:
-        fabric: provides this worker's shard and its progress.
-        model: its shard.
     """
 
     name = "last_state"
-
-    def __init__(self, fabric: ReplicaFabric[Any], model: ReplicaModel) -> None:
-        self._fabric = fabric
-        self._model = model
-
-    def plan(self, reports: ReportSum, rank: int) -> None:
-        """All ranks do the same."""
 
     def attempt(self, engine: Engine) -> bytes:
         communicator, own = engine.communicator, [self._fabric.own_shard, self._fabric.at]

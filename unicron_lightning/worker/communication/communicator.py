@@ -18,6 +18,7 @@ from typing import Final, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from unicron_lightning.errors import ProgramsDiffer, UnicronError
 from unicron_lightning.worker.control.activity import Activity
@@ -285,42 +286,55 @@ class Gate:
             return True
 
 
-class WatchedCommunicator:
-    """Forwards all calls, and records waits: a rank blocked in a collective waits for others and does not hang itself.
+class ForwardingCommunicator:
+    """Forwards all calls to another communicator.
 
     Args:
-        communicator: the communicator whose waits are recorded.
+        base: performs the collectives.
+    """
+
+    def __init__(self, base: Communicator) -> None:
+        self.rank, self.world, self.tells_success = base.rank, base.world, base.tells_success
+        self._base = base
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        return self._base.all_reduce(tensor)
+
+    def all_gather(self, received: Tensor, sent: Tensor) -> Handle:
+        return self._base.all_gather(received, sent)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        return self._base.broadcast(tensor, root)
+
+    def wait(self, handle: Handle) -> None:
+        self._base.wait(handle)
+
+    def abort(self, reason: str) -> None:
+        self._base.abort(reason)
+
+    def close(self) -> None:
+        self._base.close()
+
+    def released(self, seconds: float) -> bool:
+        return self._base.released(seconds)
+
+
+class WatchedCommunicator(ForwardingCommunicator):
+    """Records waits: a rank blocked in a collective waits for others and does not hang itself.
+
+    Args:
+        base: the communicator whose waits are recorded.
         activity: the record.
     """
 
-    def __init__(self, communicator: Communicator, activity: Activity) -> None:
-        self.rank = communicator.rank
-        self.world = communicator.world
-        self.tells_success = communicator.tells_success
-        self._communicator = communicator
+    def __init__(self, base: Communicator, activity: Activity) -> None:
+        super().__init__(base)
         self._activity = activity
 
-    def all_reduce(self, tensor: Tensor) -> Handle:
-        return self._communicator.all_reduce(tensor)
-
-    def all_gather(self, received: Tensor, sent: Tensor) -> Handle:
-        return self._communicator.all_gather(received, sent)
-
-    def broadcast(self, tensor: Tensor, root: int) -> Handle:
-        return self._communicator.broadcast(tensor, root)
-
+    @override
     def wait(self, handle: Handle) -> None:
         self._activity.waits(True)
         try:
-            self._communicator.wait(handle)
+            super().wait(handle)
         finally:
             self._activity.waits(False)
-
-    def abort(self, reason: str) -> None:
-        self._communicator.abort(reason)
-
-    def close(self) -> None:
-        self._communicator.close()
-
-    def released(self, seconds: float) -> bool:
-        return self._communicator.released(seconds)
