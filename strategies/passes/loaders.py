@@ -248,6 +248,8 @@ class Loaders:
         for loader in self._made:
             loader.close()
             _shutdown_workers_and_reset_iterator(loader.ordinary)
+        if self._combined is not None:
+            self._combined.close()
         self._made = []
         if self._trainer is not None:
             vars(self._trainer.lightning_module).pop(_BEFORE_TRANSFER, None)

@@ -189,7 +189,7 @@ class CombinedSteps(Combined):
 
     @override
     def __len__(self) -> int:
-        return len(self.stream) if self.stream is not None else self.steps.number(self.steps.position()[0])
+        return self.steps.length if self.stream is None else len(self.stream)
 
     @override
     def reset(self) -> None:
@@ -198,6 +198,11 @@ class CombinedSteps(Combined):
             self._made.fetcher.end_epoch()
         if self._opened is not None:
             self._opened.close()
+
+    def close(self) -> None:
+        """End the run; the parts are closed by themselves."""
+        if self._made is not None:
+            self._made.close()
 
 
 class _Fetchers:

@@ -298,6 +298,20 @@ class IndexedSteps:
         self._share = share
         self._boundary = boundary
         self._ended = ended
+        self._over = False
+
+    @property
+    def length(self) -> int:
+        """Number of steps in the present epoch.
+
+        Once the run is over, Lightning's counters are past its last epoch, or an error has ended it, perhaps of this
+        very number: it is that of the last epoch.
+        """
+        return self.last if self._over else self.number(self.position()[0])
+
+    def close(self) -> None:
+        """End the run."""
+        self._over = True
 
     def number(self, epoch: int) -> int:
         """Return the number of steps in an epoch."""
@@ -359,17 +373,15 @@ class TrainingLoader(StepLoader):
         super().__init__(loader)
         self.varies = order.varies
         self.steps = steps
-        self._length: int | None = None
-        """Once the run is over, when Lightning's counters are past its last epoch: the length in that epoch."""
         steps.fetcher = self._fetcher = Fetcher(loader, order, seed, steps.ahead)
 
     def __len__(self) -> int:
         self.taken()
-        return self.steps.number(self.steps.position()[0]) if self._length is None else self._length
+        return self.steps.length
 
     def close(self) -> None:
         super().close()
-        self._length = self.steps.last
+        self.steps.close()
 
     def _epoch(self) -> Iterator[GlobalBatch]:
         return self.steps.epoch()
