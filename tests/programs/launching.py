@@ -33,12 +33,13 @@ def launch_reference(program: str, folder: Path, cases: Iterable[str], out: Path
     """Run a program's cases under ddp in two processes.
 
     Nothing of this project runs there. One such run has hung, and 62 tests failed for it. A second one is therefore
-    started in place of the first one that hangs, whose stacks are printed.
+    started in place of the first one that hangs, whose stacks are in ``hung.log``.
     """
     port = ["--nproc-per-node", "2", "--master-port", str(free_port())]
     arguments = [*port, str(PROGRAMS / program), "ddp", str(out), *cases]
     if _run(arguments, folder, REFERENCE_SECONDS, {}) is None:
-        print(f"the reference hung, another is started:\n{_end(folder / 'torchrun.log', 20_000)}", file=sys.__stderr__)
+        print(f"the reference hung, another is started: see {folder / 'hung.log'}", file=sys.__stderr__)
+        (folder / "torchrun.log").rename(folder / "hung.log")
         shutil.rmtree(out, ignore_errors=True)  # its checkpoints would make the names of others differ
         launch(arguments, folder, REFERENCE_SECONDS)
 
@@ -77,5 +78,5 @@ def _abort(torchrun: subprocess.Popen[bytes]) -> None:
     torchrun.wait(60)
 
 
-def _end(path: Path, characters: int = 8000) -> str:
-    return path.read_text(errors="replace")[-characters:]
+def _end(path: Path) -> str:
+    return path.read_text(errors="replace")[-8000:]
