@@ -112,9 +112,10 @@ def environment() -> Snapshot:
 
 
 def signal_handlers() -> Snapshot:
-    """What handles each signal, but for SIGCHLD, for which a loader with worker processes sets a handler once."""
+    """What handles signals, but for Python's own handlers; a loader with worker processes sets that of SIGCHLD once."""
+    own = (None, signal.SIG_DFL, signal.default_int_handler)
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGCHLD}}
-    return {each: f"handler of signal {each[0]}: {each[1]}" for each in handlers.items()}
+    return {each: f"handler of signal {each[0]}: {each[1]}" for each in handlers.items() if each[1] not in own}
 
 
 def threads() -> Snapshot:
