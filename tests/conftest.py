@@ -73,6 +73,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="unicron-tests-")
     os.environ["XDG_STATE_HOME"] = f"{tempfile.tempdir}/state"  # not the user's: tokens are made there
     os.environ.pop("UNICRON_TOKEN", None)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:  # in the background of a script: processes would inherit it
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGHUP else signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

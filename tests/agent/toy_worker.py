@@ -43,8 +43,8 @@ class ToyWorker:
             self.say(wire.Heartbeat())
             member = self.epoch is not None and any(m.worker == name for m in self.epoch.members)
             if member and (self.folder / "finish").exists():
-                self.say(wire.WorkerDone(worker=name))
                 self.note("finished")
+                self.say(wire.WorkerDone(worker=name))  # the end of the task may end this process at once
                 os._exit(0)
             time.sleep(0.1)
 
