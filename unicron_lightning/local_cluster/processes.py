@@ -144,6 +144,11 @@ class Processes:
             with contextlib.suppress(psutil.Error):
                 if process.environ().get(MARK) == self.environment[MARK] and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
+        known = {process.pid for process in found}
+        for each in (*self.started.values(), *self._replaced):  # for a moment a new program's environment is empty
+            with contextlib.suppress(psutil.Error):
+                if each.pid not in known and each.poll() is None:
+                    found.append(psutil.Process(each.pid))
         return found
 
     def stop(self, seconds: float = 3.0) -> None:
