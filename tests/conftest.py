@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("UNICRON_TOKEN", None)
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:  # in the background of a script: processes would inherit it
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGHUP else signal.default_int_handler)
+            _reset(number)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -119,6 +119,11 @@ def signal_handlers() -> Snapshot:
     own = (None, signal.SIG_DFL, signal.default_int_handler)
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGCHLD}}
     return {each: f"handler of signal {each[0]}: {each[1]}" for each in handlers.items() if each[1] not in own}
+
+
+def _reset(number: int) -> None:
+    """Have Python handle a signal as at its start."""
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def threads() -> Snapshot:
@@ -210,6 +215,8 @@ def clean_up(leaked: dict[str, Snapshot]) -> None:
             os.waitpid(pid, 0)
         except (psutil.Error, ChildProcessError):
             continue
+    for number, _ in leaked.get("signal_handlers", {}):
+        _reset(number)
     for path in leaked.get("unix_sockets", {}):
         Path(str(path)).unlink(missing_ok=True)
 
