@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unicron_lightning.planner.search import dynamic_program, kernels  # noqa: F401 - to be compiled
+from unicron_lightning.planner.search import dynamic_program, options  # noqa: F401 - to be compiled
 from unicron_lightning.planner.search.compiler import compile_all
 
 

@@ -32,10 +32,9 @@ import numpy as np
 
 from unicron_lightning.planner.plan import Plan, neighbours
 from unicron_lightning.planner.quantum import move_price
-from unicron_lightning.planner.search.exact import best_choices
+from unicron_lightning.planner.search.exact import SearchProblem, Variant, best_choices
 from unicron_lightning.planner.search.minimums import must_pause
 from unicron_lightning.planner.search.options import NOTHING, Column, column
-from unicron_lightning.planner.search.variants import SearchProblem, Variant
 
 if TYPE_CHECKING:
     from unicron_lightning.planner.state import ClusterState

@@ -23,10 +23,9 @@ from unicron_lightning.errors import UnicronError
 from unicron_lightning.planner.events import Event, NodesJoined, TaskFinished, TaskLaunched
 from unicron_lightning.planner.plan import Plan
 from unicron_lightning.planner.quantum import move_price
-from unicron_lightning.planner.search.exact import best_choices
+from unicron_lightning.planner.search.exact import Choice, SearchProblem, Variant, best_choices
 from unicron_lightning.planner.search.minimums import must_pause
 from unicron_lightning.planner.search.options import NOTHING, Column, column
-from unicron_lightning.planner.search.variants import Choice, SearchProblem, Variant
 from unicron_lightning.planner.state import ClusterState
 
 

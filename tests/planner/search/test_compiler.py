@@ -11,7 +11,7 @@ import numba
 import pytest
 from planner.situations import SHAPES, shaped
 
-from unicron_lightning.planner.search import compiler, dynamic_program, kernels
+from unicron_lightning.planner.search import compiler, dynamic_program, options
 from unicron_lightning.planner.solver import solve
 from unicron_lightning.planner.table import PlanTable
 
@@ -83,7 +83,7 @@ def test_a_large_plan_is_compiled_and_equal_without_numba_but_then_it_warns_once
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def interpret() -> None:
-        for module in (kernels, dynamic_program):
+        for module in (options, dynamic_program):
             for name, function in list(vars(module).items()):
                 if hasattr(function, "py_func"):
                     monkeypatch.setattr(module, name, function.py_func)
@@ -97,7 +97,7 @@ def test_interpreted_loops_give_the_same_plans(interpreted: Callable[[], None]) 
     cases = [after for cold in colds for after in (cold, cold.adopt(solve(cold).allocation))]
     compiled = [(solve(case), PlanTable.of(case).plans) for case in cases]
     interpreted()
-    assert not hasattr(kernels.keys_of, "py_func")
+    assert not hasattr(options.keys_of, "py_func")
     for case, (alone, ahead) in zip(cases, compiled, strict=True):
         assert solve(case).workers == alone.workers
         assert {event: made.workers for event, made in PlanTable.of(case).plans.items()} == {

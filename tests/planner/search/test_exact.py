@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from planner.situations import SHAPES, shaped
+from hypothesis import given, settings
+from planner.situations import SHAPES, every_plan, merit, shaped, states
 
 from unicron_lightning.planner.quantum import move_price
-from unicron_lightning.planner.search import exact, kernels
-from unicron_lightning.planner.search.exact import EVERYTHING, best_choices
+from unicron_lightning.planner.search import exact
+from unicron_lightning.planner.search.exact import SearchProblem, Variant, best_choices, reduced_costs
 from unicron_lightning.planner.search.options import NOTHING, Column
-from unicron_lightning.planner.search.variants import SearchProblem, Variant
 from unicron_lightning.planner.solver import columns_of
+from unicron_lightning.planner.state import ClusterState
 
 
 def problem_of(kind: str, seed: int) -> SearchProblem:
@@ -36,76 +37,76 @@ def test_without_bounds_the_same_is_found(kind: str, monkeypatch: pytest.MonkeyP
     """Without exclusions: the plain dynamic program over all options."""
     problem = problem_of(kind, 1)
     expected = found(problem)
-    count = len(problem.variants)
-    monkeypatch.setattr(exact, "_bounds", lambda _: ([(-1, EVERYTHING)] * count, [EVERYTHING] * count))
+    monkeypatch.setattr(exact, "_guess", lambda *_: 1 << 62)
     assert found(problem) == expected
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_guess_that_is_wrong_is_mended(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of the hulls' best options only yield no optimum, but a bound on its distance."""
+    """Tables of the options with the least reduced costs only yield no optimum, but a bound on its distance."""
     problem = problem_of(kind, 2)
     expected = found(problem)
     few = []
 
-    def guess(problem: SearchProblem, prices: list, distances: list) -> tuple[list[int], np.ndarray]:
-        limits = [0] * len(distances)
-        mask = exact._mark(problem, prices, limits, EVERYTHING)
-        few.append(int(mask.sum()))
-        return limits, mask
+    def core(problem: SearchProblem, reduced: np.ndarray, limit: int) -> object:
+        made = original(problem, reduced, limit)
+        few.append(len(made.units))
+        return made
 
-    monkeypatch.setattr(exact, "_guess", guess)
+    original = exact._core
+    monkeypatch.setattr(exact, "_guess", lambda *_: 0)
+    monkeypatch.setattr(exact, "_core", core)
     assert found(problem) == expected
-    assert few[0] < len(problem.columns.units) or kind in ("linear", "holes")
+    assert (len(few) == 2 and few[0] < few[1]) or kind in ("linear", "holes")
 
 
 def test_options_are_ruled_out() -> None:
     """Otherwise the search would be exact but slow."""
     problem = problem_of("concave", 3)
-    prices, distances = exact._bounds(problem)
-    _, mask = exact._guess(problem, prices, distances)
-    assert mask.sum() < 0.1 * len(mask)
-
-
-def test_a_price_that_64_bits_cannot_hold_is_none() -> None:
-    units, keys = np.array([0, 1, 0]), np.array([0, 100, 0])
-    starts = np.array([0, 2, 3])
-    hull_starts, vertices = kernels.hulls(starts, units, keys)
-    arguments = (hull_starts, vertices, units, keys, 1, -1, 1, 0)
-    assert kernels.find_price(*arguments, 99, -1)[0] == -1
-    assert kernels.find_price(*arguments, 100, -1) == (100, 0, 0)
+    reduced, bounds = reduced_costs(problem)
+    worst = max(bound - key for bound, (key, _) in zip(bounds, found(problem), strict=True))
+    assert (reduced <= worst).mean() < 0.5
+    alone = bounds[-1] - found(problem)[-1][0]
+    assert (reduced <= alone).mean() < 0.1
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_a_guess_does_not_change_the_price(kind: str) -> None:
+def test_no_other_price_gives_a_closer_bound(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(kind, 4)
-    columns, most = problem.columns, (1 << 62) // (problem.free_units + 1)
-    hull = (problem.hull_starts, problem.vertices, columns.units, columns.keys)
-    for index in range(len(problem.variants)):
-        numbers = (problem.num_tasks, problem.skipped(index), problem.num_tasks + index, problem.num_units, most)
-        right = kernels.find_price(*hull, *numbers, -1)
-        assert right[1] >= right[2] and right[0] >= 0
-        for guess in (0, 1, right[0] // 2, right[0] - 1, right[0], right[0] + 1, 3 * right[0], most - 1, most):
-            assert kernels.find_price(*hull, *numbers, guess) == right, guess
+    prices = []
+    original = exact._price
+    monkeypatch.setattr(exact, "_price", lambda *given: prices.append(original(*given)) or prices[-1])
+    closest = reduced_costs(problem)[1][-1]
+    for other in (0, prices[0] // 2, prices[0] - 1, prices[0] + 1, 3 * prices[0]):
+        monkeypatch.setattr(exact, "_price", lambda *_, other=other: max(0, other))
+        # A whole price is less than 1 from the best one, so that no unit is counted wrongly by more than that.
+        assert reduced_costs(problem)[1][-1] >= closest - len(problem.columns.units)
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-def test_options_in_reach_of_any_variant_are_kept(kind: str) -> None:
-    """What is removed for all variants at once would be marked for none of them."""
-    problem = problem_of(kind, 5)
-    prices, distances = exact._bounds(problem)
-    mask = exact._mark(problem, prices, distances, EVERYTHING)
-    fewer = exact._without_hopeless(problem, prices, distances)
-    assert mask.sum() <= len(fewer.columns.units)
-    again = exact._mark(fewer, prices, distances, EVERYTHING)
-    for task in range(len(problem.columns)):
-        kept, marked = (
-            each.columns.units[slice(*each.columns.starts[task : task + 2])][
-                which[slice(*each.columns.starts[task : task + 2])]
-            ]
-            for each, which in ((fewer, again), (problem, mask))
-        )
-        assert kept.tolist() == marked.tolist()
+@given(states())
+@settings(max_examples=200, deadline=None)
+def test_no_option_of_a_best_plan_is_ruled_out(state: ClusterState) -> None:
+    """The bound holds for every plan, and the reduced cost of each of its options fits between bound and plan."""
+    plans = list(every_plan(state))
+    if not plans:
+        return
+    columns = columns_of(state, (), move_price(state))
+    whole = Variant(position=len(columns) - 1, replaces=True, column=columns[-1])
+    problem = SearchProblem.of(columns, state.num_workers // state.unit, [whole])
+    reduced, (bound,) = reduced_costs(problem)
+    assert reduced.min() >= 0
+    top = max(merit(plan) for plan in plans)
+    for plan in plans:
+        if merit(plan) != top:
+            continue
+        chosen = []
+        for index, workers in enumerate(plan.workers):
+            column = len(plan.workers) if index == len(plan.workers) - 1 else index
+            first, end = problem.columns.starts[column : column + 2]
+            chosen.append(first + int(np.searchsorted(problem.columns.units[first:end], workers // state.unit)))
+            assert problem.columns.units[chosen[-1]] == workers // state.unit
+        key = int(problem.columns.keys[chosen].sum())
+        assert reduced[chosen].sum() <= bound - key
 
 
 def test_minimums_that_do_not_fit_are_a_mistake_of_the_caller() -> None:

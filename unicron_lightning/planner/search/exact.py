@@ -4,148 +4,313 @@ A *variant* changes one column: it replaces a task's options, removes a task or 
 prefix and the suffix table of the other columns; each then needs one combination of a prefix row, its own column and a
 suffix row instead of a solution of its own.
 
-Only options that can be in a best plan of some variant enter the tables (`search.kernels`). The
-first tables use a guess of the distance between bound and optimum. The resulting plans bound this distance; if the
-guess was too small, the tables are made again with the bound. Ties are never removed.
+Only options that can be in a best plan of some variant enter the tables. With any price p >= 0 per unit, a plan with
+keys g_i and units k_i, at most N, has
+
+    sum g_i  <=  p N + sum max_k (g_i(k) - p k)  -  sum r_i(k_i),    r_i(k) = max_k' (g_i(k') - p k') - (g_i(k) - p k)
+
+An option whose reduced cost r_i(k) exceeds the distance between the bound and a known plan is in no plan that is as
+good (Lagrangian relaxation; Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", European Journal
+of Operational Research 83, 1995, removes options in this way). All variants share one price, that at which the tasks
+take about N units. The first tables use a guess of the distance. The resulting plans bound it; if the guess was too
+small, the tables are made again with the bound. Ties are never removed. Everything is exact in 64-bit integers.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unicron_lightning.planner.search import kernels
-from unicron_lightning.planner.search.tables import Rows
+from unicron_lightning.planner.search import dynamic_program
+from unicron_lightning.planner.search.options import Column, Columns
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from unicron_lightning.planner.search.variants import Choice, SearchProblem
-
-EVERYTHING = 1 << 61
-"""A number above any number of options and above any distance between a known plan and a bound."""
-
 FEW_OPTIONS = 24
 """Options per task in the first tables, which use a guessed limit."""
 
-WORTH_REMOVING = 0.9
-"""Part of the options that may remain for it to pay to copy them."""
+MOST_PRICES = 64
+"""Number of prices that are tried; about ten are usual."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Variant:
+    """One changed column.
+
+    Attributes:
+        position: the tasks before it are the columns [0, position).
+        replaces: whether it replaces the column at ``position`` or is inserted before it.
+        column: its options.
+    """
+
+    position: int
+    replaces: bool
+    column: Column = field(repr=False)
+
+    @property
+    def after(self) -> int:
+        """The tasks after it are the columns from here on."""
+        return self.position + self.replaces
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Choice:
+    """The best plan of a variant.
+
+    Attributes:
+        key: the sum of keys.
+        units: int64 [num_tasks]: units of every column, where a replaced one has the variant's.
+        own_units: units of the variant's column.
+    """
+
+    key: int
+    units: NDArray[np.int64] = field(repr=False)
+    own_units: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SearchProblem:
+    """Columns and units, with the columns of all variants after those of the tasks.
+
+    Attributes:
+        columns: one for each task, then one for each variant.
+        num_tasks: number of the tasks' columns.
+        num_units: N.
+        variants: each with its own column.
+        free_units: units beyond the minimums, in the variant that leaves most.
+    """
+
+    columns: Columns
+    num_tasks: int
+    num_units: int
+    variants: tuple[Variant, ...] = field(repr=False)
+    free_units: int
+
+    @classmethod
+    def of(cls, columns: Sequence[Column], num_units: int, variants: Sequence[Variant]) -> SearchProblem:
+        """Build the problem without options that leave too little for the minimums of the others."""
+        everything = [*columns, *(variant.column for variant in variants)]
+        needs = _totals(np.array([column.units[0] for column in everything]), len(columns), variants)
+        if max(needs) > num_units:
+            raise AssertionError(f"minimums of {max(needs)} units on {num_units}: a task should have been paused")
+        free = num_units - min(needs)
+        joined = Columns.join([_up_to(column, int(column.units[0]) + free) for column in everything])
+        return cls(
+            columns=joined,
+            num_tasks=len(columns),
+            num_units=num_units,
+            variants=tuple(variants),
+            free_units=free,
+        )
+
+    def totals(self, each: NDArray[np.int64]) -> list[int]:
+        """For each variant the sum of a number of each column, over the tasks' columns that it keeps and its own."""
+        return _totals(each, self.num_tasks, self.variants)
 
 
 def best_choices(problem: SearchProblem) -> list[Choice]:
     """The best plan of each variant; ties are broken as described in `unicron_lightning.planner.solver`."""
-    prices, distances = _bounds(problem)
-    problem = _without_hopeless(problem, prices, distances)
-    limits, mask = _guess(problem, prices, distances)
+    reduced, bounds = reduced_costs(problem)
+    limit = _guess(problem, reduced)
     while True:
-        rows = Rows.fill(problem.columns.chosen(mask), problem)
+        rows = Rows.fill(_core(problem, reduced, limit), problem)
         found = [rows.best(index) for index in range(len(problem.variants))]
-        worst = [bound - top for (_, bound), (top, _, _) in zip(prices, found, strict=True)]
-        distances = [min(known, new) for known, new in zip(distances, worst, strict=True)]
-        if all(limit >= distance for limit, distance in zip(limits, distances, strict=True)):
+        distance = max(bound - top for bound, (top, _, _) in zip(bounds, found, strict=True))
+        if limit >= distance:
             return [rows.choice(index, *best) for index, best in enumerate(found)]
-        limits = distances
-        marked = _mark(problem, prices, limits, EVERYTHING)
-        assert marked is not None
-        mask = marked
+        limit = distance
 
 
-def _bounds(problem: SearchProblem) -> tuple[list[tuple[int, int]], list[int]]:
-    """For each variant its price (-1: none) and upper bound, and the largest distance of the best plan from the
-    bound.
+def reduced_costs(problem: SearchProblem) -> tuple[NDArray[np.int64], list[int]]:
+    """The reduced cost of each option, and each variant's upper bound on the sum of keys."""
+    columns = problem.columns
+    first, counts = columns.starts[:-1], np.diff(columns.starts)
+    # Units beyond the column's minimum, so that products with the price stay within 64 bits.
+    units = columns.units - np.repeat(columns.units[first], counts)
+    least, num = columns.units[first], columns.starts[problem.num_tasks]
+    tasks = Columns(starts=columns.starts[: problem.num_tasks + 1], units=units[:num], keys=columns.keys[:num])
+    price = _price(tasks, problem.num_units - int(least[: problem.num_tasks].sum()), problem.free_units)
+    worth = columns.keys - price * units
+    best = np.maximum.reduceat(worth, first)
+    free = [problem.num_units - taken for taken in problem.totals(least)]
+    bounds = [price * left + top for left, top in zip(free, problem.totals(best), strict=True)]
+    return np.repeat(best, counts) - worth, bounds
+
+
+def _price(tasks: Columns, num_units: int, most_units: int) -> int:
+    """The price at which some tasks take about a number of units; 0 if there are enough for all.
+
+    Any price gives valid bounds; a good one gives close bounds. Two choices of all tasks bracket the number. The next
+    price is the slope between them: either a choice between the two is better at it, or both are best. A column's best
+    option at a price in between is between those of the two choices, so that most columns are soon settled.
+
+    Args:
+        tasks: their options, with units beyond each task's least.
+        num_units: units to share.
+        most_units: the largest number of units of an option.
     """
-    most = (1 << 62) // (problem.free_units + 1)
-    prices, distances = [], []
-    price = -1
-    for index in range(len(problem.variants)):
-        price, bound, value = kernels.find_price(
-            problem.hull_starts,
-            problem.vertices,
-            problem.columns.units,
-            problem.columns.keys,
-            problem.num_tasks,
-            problem.skipped(index),
-            problem.num_tasks + index,
-            problem.num_units,
-            most,
-            price,
+    price = 0
+    fewer, more = (0, sum(tasks.keys[tasks.starts[:-1]].tolist())), None
+    for _ in range(MOST_PRICES if len(tasks) else 0):
+        at = _best_options(tasks, price)
+        found = int(tasks.units[at].sum()), sum(tasks.keys[at].tolist())
+        too_many = found[0] > max(0, num_units)
+        if found[0] in (fewer[0], more and more[0]) or not (more or too_many):
+            break
+        fewer, more = (fewer, found) if too_many else (found, more)
+        assert more is not None
+        price = min((1 << 61) // (most_units + 1), (more[1] - fewer[1]) // (more[0] - fewer[0]))
+        ends, options = np.repeat(at, np.diff(tasks.starts)), np.arange(len(tasks.units))
+        tasks = tasks.chosen(options <= ends if too_many else options >= ends)
+    return price
+
+
+def _best_options(columns: Columns, price: int) -> NDArray[np.int64]:
+    """Each column's option that is worth most at a price; of equal ones that with fewest units."""
+    worth = columns.keys - price * columns.units
+    best = np.repeat(np.maximum.reduceat(worth, columns.starts[:-1]), np.diff(columns.starts))
+    found = np.flatnonzero(worth == best)
+    return found[np.searchsorted(found, columns.starts[:-1])]
+
+
+def _guess(problem: SearchProblem, reduced: NDArray[np.int64]) -> int:
+    """A limit on reduced costs that leaves few options, unless more are equally good."""
+    few = FEW_OPTIONS * len(problem.columns) + 64
+    return int(np.partition(reduced, few)[few]) if few < len(reduced) else int(reduced.max(initial=0))
+
+
+def _core(problem: SearchProblem, reduced: NDArray[np.int64], limit: int) -> Columns:
+    """The options within the limit; and each column's least, so that every variant has a plan."""
+    mask = reduced <= limit
+    mask[problem.columns.starts[:-1]] = True
+    return problem.columns.chosen(mask)
+
+
+def _totals(each: NDArray[np.int64], num_tasks: int, variants: Sequence[Variant]) -> list[int]:
+    numbers: list[int] = each.tolist()
+    everyone, own = sum(numbers[:num_tasks]), numbers[num_tasks:]
+    return [everyone - (numbers[v.position] if v.replaces else 0) + mine for v, mine in zip(variants, own, strict=True)]
+
+
+def _up_to(column: Column, most_units: int) -> Column:
+    if column.units[-1] <= most_units:
+        return column
+    count = int(np.searchsorted(column.units, most_units, side="right"))
+    return Column(units=column.units[:count], keys=column.keys[:count])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Table:
+    """Rows, one after another: row i of the prefix table covers the tasks before i, of the suffix table those from i.
+
+    Attributes:
+        lows: int64 [num_rows]: the first budget of each row's window.
+        row_starts: int64 [num_rows + 1]: index of each row's first entry in ``values``.
+        values: int64, the best sums of keys.
+        found: int32, see `dynamic_program.trace`; pages of it that no plan touches take no memory.
+    """
+
+    lows: NDArray[np.int64] = field(repr=False)
+    row_starts: NDArray[np.int64] = field(repr=False)
+    values: NDArray[np.int64] = field(repr=False)
+    found: NDArray[np.int32] = field(repr=False)
+
+    @classmethod
+    def fill(cls, core: Columns, windows: tuple[NDArray[np.int64], NDArray[np.int64]], first: int, last: int) -> Table:
+        """Compute the rows from ``first``, the one without tasks, to ``last``.
+
+        Args:
+            core: the options.
+            windows: lowest and highest budget of each row; rows that are not computed have one entry.
+            first: the first row.
+            last: the last row.
+        """
+        lows, highs = windows[0], windows[1].copy()
+        highs[: min(first, last)] = lows[: min(first, last)]
+        highs[max(first, last) + 1 :] = lows[max(first, last) + 1 :]
+        row_starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(highs - lows + 1)])
+        values = np.empty(int(row_starts[-1]), dtype=np.int64)
+        values[row_starts[first] : row_starts[first + 1]] = 0
+        dynamic_program.fill(core.starts, core.units, core.keys, first, last, lows, row_starts, values)
+        return cls(lows=lows, row_starts=row_starts, values=values, found=np.zeros(len(values), dtype=np.int32))
+
+    def row(self, index: int) -> tuple[NDArray[np.int64], int]:
+        """A row and its first budget."""
+        return self.values[self.row_starts[index] : self.row_starts[index + 1]], int(self.lows[index])
+
+    def trace(self, core: Columns, row: int, last: int, budget: int, chosen: NDArray[np.int64]) -> int:
+        """Write the units of the tasks between ``row`` and ``last`` behind a value to ``chosen``; return their sum."""
+        arrays = (core.starts, core.units, core.keys)
+        rows = (self.lows, self.row_starts, self.values, self.found)
+        used = dynamic_program.trace(*arrays, row, last, budget, *rows, chosen)
+        assert used >= 0, "the table does not contain its own plan"
+        return used
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rows:
+    """Tables of the options that were chosen to enter them."""
+
+    problem: SearchProblem = field(repr=False)
+    core: Columns
+    prefix: Table = field(repr=False)
+    suffix: Table = field(repr=False)
+
+    @classmethod
+    def fill(cls, core: Columns, problem: SearchProblem) -> Rows:
+        """Compute the rows that the variants need.
+
+        Args:
+            core: some options of each of the problem's columns, including those of at least one plan of each variant.
+            problem: the problem.
+        """
+        count, zero = problem.num_tasks, np.zeros(1, dtype=np.int64)
+        least, most = core.units[core.starts[:-1]], core.units[core.starts[1:] - 1]
+        fewest, most_of_all = min(problem.totals(least)), max(problem.totals(most))
+        before = np.concatenate([zero, np.cumsum(least[:count])]), np.concatenate([zero, np.cumsum(most[:count])])
+        after = before[0][-1] - before[0], before[1][-1] - before[1]
+
+        def windows(tasks: tuple[NDArray[np.int64], ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            """Budgets that matter if the tasks of a row take their least to their most units, all others the rest."""
+            highs = np.minimum(tasks[1], problem.num_units - (fewest - tasks[0]))
+            return np.minimum(np.maximum(tasks[0], problem.num_units - (most_of_all - tasks[1])), highs), highs
+
+        last = max(variant.position for variant in problem.variants)
+        first = min(variant.after for variant in problem.variants)
+        return cls(
+            problem=problem,
+            core=core,
+            prefix=Table.fill(core, windows(before), 0, last),
+            suffix=Table.fill(core, windows(after), count, first),
         )
-        # Without a price that fits into 64 bits no option is excluded.
-        prices.append((price, bound if price >= 0 else EVERYTHING))
-        distances.append(bound - value if price >= 0 else EVERYTHING)
-    return prices, distances
 
+    def best(self, index: int) -> tuple[int, int, int]:
+        """For variant ``index``: the best sum of keys, its own option, and the budget of the tasks before it."""
+        variant = self.problem.variants[index]
+        units, keys = self._own(index)
+        found: tuple[int, int, int] = dynamic_program.combine(
+            *self.prefix.row(variant.position), *self.suffix.row(variant.after), units, keys, self.problem.num_units
+        )
+        assert found[1] >= 0, "no plan is feasible"
+        return found
 
-def _without_hopeless(problem: SearchProblem, prices: list[tuple[int, int]], distances: list[int]) -> SearchProblem:
-    """The problem without most of the options that are in no best plan of any variant.
+    def choice(self, index: int, key: int, option: int, budget: int) -> Choice:
+        """The plan behind a result of `best`."""
+        variant, count = self.problem.variants[index], self.problem.num_tasks
+        own = int(self._own(index)[0][option])
+        chosen = np.zeros(count, dtype=np.int64)
+        used = self.prefix.trace(self.core, variant.position, 0, budget, chosen)
+        self.suffix.trace(self.core, variant.after, count, self.problem.num_units - own - used, chosen)
+        if variant.replaces:
+            chosen[variant.position] = own
+        return Choice(key=key, units=chosen, own_units=own)
 
-    It looks once at each option, where `_mark` does for each variant.
-    """
-    found = np.array([price for price, _ in prices])
-    if found.min() < 0:
-        return problem
-    low, high = int(found.min()), int(found.max())
-    num = problem.num_tasks
-    middles = np.concatenate([np.full(num, (low + high) // 2), found])
-    spreads = np.concatenate([np.full(num, high - (low + high) // 2), np.zeros_like(found)])
-    limits = np.concatenate([np.full(num, max(distances)), distances]).astype(np.int64)
-    columns = problem.columns
-    mask = np.zeros(len(columns.units), dtype=np.bool_)
-    arrays = (problem.hull_starts, problem.vertices, columns.starts, columns.units, columns.keys)
-    kernels.near_hull(*arrays, middles, spreads, limits, mask)
-    return problem.chosen(mask) if mask.sum() < WORTH_REMOVING * len(mask) else problem
-
-
-def _guess(
-    problem: SearchProblem, prices: list[tuple[int, int]], distances: list[int]
-) -> tuple[list[int], NDArray[np.bool_]]:
-    """Limits on reduced costs that leave few options, and the remaining options."""
-    few = FEW_OPTIONS * (problem.num_tasks + len(problem.variants)) + 64
-    for shift in range(0, 64, 2):
-        limits = [distance >> shift for distance in distances]
-        mask = _mark(problem, prices, limits, few)
-        if mask is not None:
-            return limits, mask
-    mask = _mark(problem, prices, limits, EVERYTHING)  # more options than the limit are equally good
-    assert mask is not None
-    return limits, mask
-
-
-def _mark(
-    problem: SearchProblem, prices: list[tuple[int, int]], limits: list[int], most_marked: int
-) -> NDArray[np.bool_] | None:
-    """The options within the limit of some variant; None if there are more than ``most_marked``."""
-    columns = problem.columns
-    if min(price for price, _ in prices) < 0:
-        return np.ones(len(columns.units), dtype=np.bool_)
-    arrays = (problem.hull_starts, problem.vertices, columns.units, columns.keys)
-    mask = np.zeros(len(columns.units), dtype=np.bool_)
-    marked = 0
-    for scan in _scans(problem, [price for price, _ in prices], limits):
-        marked = kernels.mark(*arrays, *scan, mask, marked, most_marked)
-        if marked > most_marked:
-            return None
-    return mask
-
-
-def _scans(problem: SearchProblem, prices: list[int], limits: list[int]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Columns to look at, as arguments of `kernels.mark`: the first, the end, one to skip, the price and the limit.
-
-    Of variants with equal prices the one with the largest limit marks all that the others would, except in the column
-    that it replaces.
-    """
-    of_price: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for index, (price, limit) in enumerate(zip(prices, limits, strict=True)):
-        of_price[price].append((limit, problem.skipped(index)))
-    num = problem.num_tasks
-    for price, variants in of_price.items():
-        largest, skip = max(variants)
-        yield 0, num, skip, price, largest
-        others = [limit for limit, skipped in variants if skipped != skip]
-        if skip >= 0 and others:
-            yield skip, skip + 1, -1, price, max(others)
-    for index, (price, limit) in enumerate(zip(prices, limits, strict=True)):
-        yield num + index, num + index + 1, -1, price, limit
+    def _own(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Units and keys of a variant's own options."""
+        column = self.problem.num_tasks + index
+        options = slice(self.core.starts[column], self.core.starts[column + 1])
+        return self.core.units[options], self.core.keys[options]

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unicron_lightning.planner.search.exact import best_choices
+from unicron_lightning.planner.search.exact import SearchProblem, Variant, best_choices
 from unicron_lightning.planner.search.options import NOTHING, Column
-from unicron_lightning.planner.search.variants import SearchProblem, Variant
 
 if TYPE_CHECKING:
     from unicron_lightning.planner.reward import Curve

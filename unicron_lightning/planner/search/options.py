@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unicron_lightning.planner.reward import Curve
-from unicron_lightning.planner.search import compiler, kernels
+from unicron_lightning.planner.search import compiler
+from unicron_lightning.planner.search.compiler import compilable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from unicron_lightning.planner.state import ClusterState
+
+    Ints = NDArray[np.int64]
+
+STICKY = 0.75
+"""Largest difference, in quanta, between successive increments of F * D that are rounded to the same number."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -110,5 +116,61 @@ def column(state: ClusterState, curve: Curve, *, price: int, paused: bool) -> Co
         task.layout(before),
         cost_elsewhere,
     )
-    units, keys = kernels.keys_of(curve.workers[:count], curve.waf[:count], curve.layouts[:count], *numbers)
+    units, keys = keys_of(curve.workers[:count], curve.waf[:count], curve.layouts[:count], *numbers)
     return Column(units=units, keys=keys, contents=(count, numbers, curve))
+
+
+@compilable
+def keys_of(
+    workers: Ints,
+    waf: NDArray[np.float64],
+    layouts: Ints,
+    scale: float,
+    cost: int,
+    before: int,
+    left: int,
+    unit: int,
+    price: int,
+    may_pause: bool,
+    layout: int,
+    cost_elsewhere: int,
+) -> tuple[Ints, Ints]:
+    """Units and key of each option of a task.
+
+    Args:
+        workers: int64 [n], rising.
+        waf: float64 [n], F at each number of workers.
+        layouts: int64 [n], a number for TP x PP of each, 0 if unknown; or empty if it is of no concern.
+        scale: D_running / quantum.
+        cost: F(t,x) * D_transition in quanta.
+        before: x, the number of workers that is kept without cost; -1 if the task is affected.
+        left: number of workers that the task still has.
+        unit: workers per unit.
+        price: quanta that a moved unit costs.
+        may_pause: whether zero workers are an option.
+        layout: a number for TP x PP of the task's x workers; 0 if unknown.
+        cost_elsewhere: ``cost`` of a change into another TP x PP.
+    """
+    first = 1 if may_pause else 0
+    units = np.zeros(first + len(workers), dtype=np.int64)
+    keys = np.zeros(first + len(workers), dtype=np.int64)
+    if may_pause:
+        keys[0] = -price * ((left + unit - 1) // unit) - (cost if before != 0 else 0)
+    value = 0
+    increment = 0
+    reached = 0.0
+    for n in range(len(workers)):
+        exact = waf[n] * scale
+        step = exact - reached
+        # Repeating the increment keeps a straight line straight and a concave curve concave.
+        if n == 0 or abs(step - increment) > STICKY:
+            increment = int(np.rint(step))
+        reached = exact
+        value += increment
+        moved = abs(workers[n] - left)
+        units[first + n] = workers[n] // unit
+        gain = value - (cost if workers[n] != before else 0)
+        if layout != 0 and len(layouts) > 0 and layouts[n] != 0 and layouts[n] != layout:
+            gain = value - cost_elsewhere
+        keys[first + n] = gain - price * ((moved + unit - 1) // unit)
+    return units, keys
