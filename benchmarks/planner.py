@@ -6,9 +6,8 @@ Every size runs in its own process, so that its peak memory is its own, on one t
 a small case. Curves of F(t,x) are also made beforehand, since they are made once per task, not per plan.
 
 *cold*: no task has workers yet. *loss*: a plan is in force and a node of the largest task fails. *table*: the table of
-that state, made without an earlier one; *queued*: the table after one more task joins the queue; *places*: the plan
-after the loss placed on nodes, where a unit is a node. ``--plain`` times a
-compiled but otherwise unchanged version of the paper's recursion for comparison.
+that state; *places*: the plan after the loss placed on nodes, where a unit is a node. ``--plain`` times a compiled but
+otherwise unchanged version of the paper's recursion for comparison.
 
 Times are medians with the smallest and the largest of the process's CPU time. The planner never waits, so a clock on a
 free core would show the same; the actual ratio is stated below the table, with the load.
@@ -61,7 +60,6 @@ TARGETS = {
 SHAPES = ("concave", "stairs", "rising", "wild", "linear", "holes")
 WORKER_SECONDS_PER_FAILURE = 1.5e8
 """Chosen value: one failure in 25 minutes on 100,000 accelerators."""
-NUM_QUEUED = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +100,12 @@ def shape(kind: str, num_units: int, fair: float, random: np.random.Generator) -
 
 
 def situation(kind: str, size: str) -> ClusterState:
-    """A state without workers for any task, and with two tasks queued."""
+    """A state without workers for any task."""
     num_units, num_tasks, unit = SIZES[size]
     random = np.random.default_rng(1)
     same = kind in ("linear", "holes")
     curves = []
-    for number in range(num_tasks + NUM_QUEUED):
+    for number in range(num_tasks):
         task = PlanTask(
             name=f"task{number:03}",
             performance=Given(shape(kind, num_units + 1, num_units / num_tasks, random), unit),
@@ -116,8 +114,7 @@ def situation(kind: str, size: str) -> ClusterState:
         )
         curves.append(Curve.of(task, unit, (num_units + 1) * unit))
     return ClusterState(
-        tasks=tuple(curves[:num_tasks]),
-        queued=tuple(curves[num_tasks:]),
+        tasks=tuple(curves),
         num_workers=num_units * unit,
         unit=unit,
         running_seconds=1024.0 if kind == "holes" else lambda n: WORKER_SECONDS_PER_FAILURE / n,
@@ -165,7 +162,6 @@ def measure(kind: str, size: str, runs: int, with_plain: bool) -> dict[str, Any]
     plan = table.look_up(running, loss)
     assert plan == solve(shocked)
     event = TaskFinished(task=largest)
-    shorter = PlanTable.of(dataclasses.replace(running, queued=running.queued[1:]))
     looked_up = [_look_up(table, running, event) for _ in range(runs)]
     figures = {
         "plans": len(table.plans),
@@ -173,7 +169,6 @@ def measure(kind: str, size: str, runs: int, with_plain: bool) -> dict[str, Any]
         "cold_s": times(lambda: solve(cold), runs),
         "place_s": times(placing(running, plan.allocation), runs),
         "table_s": times(lambda: PlanTable.of(running), runs),
-        "queued_s": times(lambda: PlanTable.of(running, shorter), runs),
         "explain_s": times(lambda: explain(plan), runs),
         "look_up_s": looked_up,
     }
@@ -232,8 +227,8 @@ def summary(seconds: Sequence[float] | None) -> str:
 
 def report(results: Sequence[Figures]) -> str:
     """The figures as a Markdown table, followed by missed targets."""
-    columns = ("solve_s", "cold_s", "place_s", "table_s", "queued_s", "explain_s", "look_up_s", "plain_s")
-    names = ("loss", "cold", "places", "table", "queued", "explanation", "look-up", "plain recursion")
+    columns = ("solve_s", "cold_s", "place_s", "table_s", "explain_s", "look_up_s", "plain_s")
+    names = ("loss", "cold", "places", "table", "explanation", "look-up", "plain recursion")
     lines = [
         f"| units x tasks | shape | plans | {' | '.join(names)} | peak |",
         f"|---|---|---|{'---|' * len(names)}---|",

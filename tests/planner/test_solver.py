@@ -25,6 +25,7 @@ from planner.situations import (
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from unicron_lightning.planner.events import TaskLaunched
 from unicron_lightning.planner.plan import Plan, neighbours, reward_of
 from unicron_lightning.planner.solver import solve
 from unicron_lightning.planner.state import ClusterState
@@ -35,7 +36,8 @@ from unicron_lightning.planner.table import foreseen
 def shocked(draw: st.DrawFn) -> ClusterState:
     """A small state, or its successor by some event."""
     state = draw(states(queued=1))
-    event = draw(st.sampled_from([None, *foreseen(state)]))
+    launches = [TaskLaunched(task=curve.task.name) for curve in state.queued]
+    event = draw(st.sampled_from([None, *foreseen(state), *launches]))
     return state if event is None else state.after(event)
 
 

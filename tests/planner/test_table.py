@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from planner.situations import SHAPES, cluster, shaped, states, task
 
-from unicron_lightning.planner.events import NodesJoined, TaskFinished, TaskLaunched, WorkersLost
+from unicron_lightning.planner.events import NodesJoined, TaskFinished, WorkersLost
 from unicron_lightning.planner.reward import Curve
 from unicron_lightning.planner.search import dynamic_program
 from unicron_lightning.planner.solver import solve
@@ -26,7 +26,7 @@ def assert_fresh(table: PlanTable, state: ClusterState) -> None:
         assert (plan.value, plan.waf, plan.state.fingerprint) == (fresh.value, fresh.waf, after.fingerprint)
 
 
-@given(states(most_tasks=5, most_workers=12, queued=2))
+@given(states(most_tasks=5, most_workers=12))
 @settings(max_examples=150, deadline=None)
 def test_every_entry_is_a_fresh_solution(state: ClusterState) -> None:
     assert_fresh(PlanTable.of(state), state)
@@ -36,22 +36,19 @@ def test_every_entry_is_a_fresh_solution(state: ClusterState) -> None:
 def test_every_entry_is_a_fresh_solution_on_long_curves(kind: str) -> None:
     """Long enough for concave stretches; with "linear" and "holes" nearly everything is a tie."""
     state = shaped(kind, 9, 240, seed=5, reach=8, node_workers=8)
-    queue, running = state.tasks[:2], state.tasks[2:]
-    state = dataclasses.replace(state, tasks=running, queued=queue)
     state = state.adopt(solve(state).allocation)
     assert_fresh(PlanTable.of(state), state)
 
 
 def test_what_is_foreseen() -> None:
     tasks = [task(name, range(20)) for name in ("a", "b", "c")]
-    state = cluster(tasks, 9, 4, queued=[task("q", range(20))], allocation={"a": 6, "b": 2}, node_workers=4)
+    state = cluster(tasks, 9, 4, allocation={"a": 6, "b": 2}, node_workers=4)
     assert foreseen(state) == [
         WorkersLost(num_workers=1),  # the idle worker
         WorkersLost(num_workers=4, by_task={"a": 4}),
         WorkersLost(num_workers=3, by_task={"b": 2}),  # all workers of b, and the idle one; c has none to lose
         NodesJoined(num_workers=4),
         *(TaskFinished(task=name) for name in ("a", "b", "c")),
-        TaskLaunched(task="q"),
     ]
 
 
@@ -65,18 +62,17 @@ def test_minimums_that_stop_to_fit_are_planned_for() -> None:
         task(name, [0.0] * 3 + [weight] * 9, min_workers=3, may_pause=False)
         for name, weight in (("a", 1.0), ("b", 3.0), ("c", 2.0))
     ]
-    state = cluster(bound, 9, 1, queued=[task("q", [0.0, 9.0], may_pause=False)], allocation=dict.fromkeys("abc", 3))
+    state = cluster(bound, 9, 1, allocation=dict.fromkeys("abc", 3))
     table = PlanTable.of(state)
     assert_fresh(table, state)
     plan = table.look_up(state, state.loss_of("b"))
     assert (plan.allocation, plan.infeasible) == ({"a": 0, "b": 3, "c": 3}, ("a",))
-    assert table.look_up(state, TaskLaunched(task="q")).infeasible == ("a",)
     assert table.look_up(state, TaskFinished(task="b")).infeasible == ()
 
 
 @pytest.fixture
 def running() -> ClusterState:
-    """A state of four tasks, one of them queued."""
+    """A state of four tasks, and one that is queued."""
     state = shaped("concave", 5, 40, seed=3)
     state = dataclasses.replace(state, tasks=state.tasks[:4], queued=state.tasks[4:])
     return state.adopt(solve(state).allocation)
@@ -138,7 +134,7 @@ def test_every_change_is_tried(running: ClusterState) -> None:
 def test_the_same_state_made_again_is_the_same(running: ClusterState) -> None:
     again = dataclasses.replace(running, tasks=running.tasks[::-1])
     assert again is not running
-    assert PlanTable.of(running).look_up(again, TaskLaunched(task="t004")) is not None
+    assert PlanTable.of(running).look_up(again, TaskFinished(task="t003")) is not None
 
 
 def test_what_was_not_foreseen_has_no_plan(running: ClusterState) -> None:
@@ -160,21 +156,3 @@ def test_tables_are_filled_once_per_group_of_cases_not_once_per_case(
     groups = len({plan.state.num_workers for plan in table.plans.values()})
     # Two sweeps over the tasks for each number of workers, and another one if the first guess was insufficient.
     assert sum(steps) <= 2 * 2 * groups * len(running.names) < len(table.plans) * len(running.names) * 2
-
-
-def test_a_refreshed_table_solves_only_what_changed(running: ClusterState) -> None:
-    table = PlanTable.of(running)
-    longer = dataclasses.replace(running, queued=())
-    queued = PlanTable.of(running, PlanTable.of(longer))
-    assert queued.plans == table.plans
-    assert queued.num_reused == len(table.plans) - 1
-    assert PlanTable.of(running, table).num_reused == len(table.plans)
-
-
-@pytest.mark.parametrize("change", ["weight", "allocation", "affected", "failure rate", "a task less"])
-def test_a_refreshed_table_is_a_new_one(running: ClusterState, change: str) -> None:
-    state = changes(running)[change]
-    refreshed = PlanTable.of(state, PlanTable.of(running))
-    assert refreshed.plans == PlanTable.of(state).plans
-    assert refreshed.num_reused < len(refreshed.plans)
-    assert_fresh(refreshed, state)

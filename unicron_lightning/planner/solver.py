@@ -45,8 +45,8 @@ def solve(state: ClusterState) -> Plan:
     paused = must_pause(state)
     columns = columns_of(state, paused, move_price(state))
     problem = SearchProblem.of(columns, state.num_workers // state.unit, [_around_pivot(state, columns)])
-    (choice,) = best_choices(problem)
-    workers = tuple((choice.units * state.unit).tolist())
+    ((_, units),) = best_choices(problem)
+    workers = tuple((units * state.unit).tolist())
     return Plan(state=state, names=state.names, workers=workers, infeasible=paused)
 
 
@@ -126,7 +126,7 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
             wanted.append((index, size))
             variants.append(Variant(position=index, replaces=True, column=own))
     choices = best_choices(SearchProblem.of(columns, num_units, variants)) if variants else []
-    found = {pair: choice.units for pair, choice in zip(wanted, choices, strict=True)}
+    found = {pair: units for pair, (_, units) in zip(wanted, choices, strict=True)}
     return tuple(_explanation(plan, index, found) for index in range(len(plan.names)))
 
 

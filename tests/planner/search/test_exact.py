@@ -29,7 +29,7 @@ def _end(position: int) -> Variant:
 
 
 def found(problem: SearchProblem) -> list[tuple[int, list[int]]]:
-    return [(choice.key, choice.units.tolist()) for choice in best_choices(problem)]
+    return [(key, units.tolist()) for key, units in best_choices(problem)]
 
 
 @pytest.mark.parametrize("kind", SHAPES)

@@ -139,10 +139,14 @@ class Planning:
 
         state = state_of(standing, known)
         before = self._ahead
-        if before is None or before.state.fingerprint != state.fingerprint or before.standing != standing:
-            table = PlanTable.of(state, before.table if before is not None else None)
-            launches = {each: solve(state_of(each, known)) for each in standing.launches()}
-            self._ahead = Ahead(standing=standing, state=state, table=table, launches=launches)
+        if before is None or before.state.fingerprint != state.fingerprint:
+            table = PlanTable.of(state)
+        elif before.standing != standing:
+            table = before.table
+        else:
+            return
+        launches = {each: solve(state_of(each, known)) for each in standing.launches()}
+        self._ahead = Ahead(standing=standing, state=state, table=table, launches=launches)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,21 +58,6 @@ class Variant:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Choice:
-    """The best plan of a variant.
-
-    Attributes:
-        key: the sum of keys.
-        units: int64 [num_tasks]: units of every column, where a replaced one has the variant's.
-        own_units: units of the variant's column.
-    """
-
-    key: int
-    units: NDArray[np.int64] = field(repr=False)
-    own_units: int
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class SearchProblem:
     """Columns and units, with the columns of all variants after those of the tasks.
 
@@ -112,8 +97,13 @@ class SearchProblem:
         return _totals(each, self.num_tasks, self.variants)
 
 
-def best_choices(problem: SearchProblem) -> list[Choice]:
-    """The best plan of each variant; ties are broken as described in `unicron_lightning.planner.solver`."""
+def best_choices(problem: SearchProblem) -> list[tuple[int, NDArray[np.int64]]]:
+    """The best plan of each variant; ties are broken as described in `unicron_lightning.planner.solver`.
+
+    Returns:
+        The sum of keys, and the units of each of the problem's tasks, int64 [num_tasks]; a replaced one has the
+        variant's.
+    """
     reduced, bounds = reduced_costs(problem)
     limit = _guess(problem, reduced)
     while True:
@@ -121,7 +111,7 @@ def best_choices(problem: SearchProblem) -> list[Choice]:
         found = [rows.best(index) for index in range(len(problem.variants))]
         distance = max(bound - top for bound, (top, _, _) in zip(bounds, found, strict=True))
         if limit >= distance:
-            return [rows.choice(index, *best) for index, best in enumerate(found)]
+            return [(best[0], rows.units(index, *best[1:])) for index, best in enumerate(found)]
         limit = distance
 
 
@@ -245,8 +235,8 @@ class Table:
     def trace(self, core: Columns, row: int, last: int, budget: int, chosen: NDArray[np.int64]) -> int:
         """Write the units of the tasks between ``row`` and ``last`` behind a value to ``chosen``; return their sum."""
         arrays = (core.starts, core.units, core.keys)
-        rows = (self.lows, self.row_starts, self.values, self.found)
-        used = dynamic_program.trace(*arrays, row, last, budget, *rows, chosen)
+        rows = (self.lows, self.row_starts, self.values)
+        used = dynamic_program.trace(*arrays, row, last, budget, *rows, self.found, chosen)
         assert used >= 0, "the table does not contain its own plan"
         return used
 
@@ -298,8 +288,8 @@ class Rows:
         assert found[1] >= 0, "no plan is feasible"
         return found
 
-    def choice(self, index: int, key: int, option: int, budget: int) -> Choice:
-        """The plan behind a result of `best`."""
+    def units(self, index: int, option: int, budget: int) -> NDArray[np.int64]:
+        """The units of each task behind a result of `best`."""
         variant, count = self.problem.variants[index], self.problem.num_tasks
         own = int(self._own(index)[0][option])
         chosen = np.zeros(count, dtype=np.int64)
@@ -307,7 +297,7 @@ class Rows:
         self.suffix.trace(self.core, variant.after, count, self.problem.num_units - own - used, chosen)
         if variant.replaces:
             chosen[variant.position] = own
-        return Choice(key=key, units=chosen, own_units=own)
+        return chosen
 
     def _own(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Units and keys of a variant's own options."""

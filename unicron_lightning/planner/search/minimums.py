@@ -45,5 +45,5 @@ def _best_subset(state: ClusterState, curves: list[Curve], num_units: int) -> li
         units = np.array([0, int(curve.workers[0]) // state.unit], dtype=np.int64)
         columns.append(Column(units=units, keys=np.array([0, key], dtype=np.int64)))
     end = Variant(position=len(columns), replaces=False, column=NOTHING)
-    (choice,) = best_choices(SearchProblem.of(columns, num_units, [end]))
-    return [curve for curve, units in zip(curves, choice.units, strict=True) if units]
+    ((_, chosen),) = best_choices(SearchProblem.of(columns, num_units, [end]))
+    return [curve for curve, units in zip(curves, chosen, strict=True) if units]

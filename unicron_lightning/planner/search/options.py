@@ -6,20 +6,18 @@ the index of each task's first option.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unicron_lightning.planner.reward import Curve
 from unicron_lightning.planner.search import compiler
 from unicron_lightning.planner.search.compiler import compilable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from unicron_lightning.planner.reward import Curve
     from unicron_lightning.planner.state import ClusterState
 
     Ints = NDArray[np.int64]
@@ -35,23 +33,13 @@ class Column:
     Attributes:
         units: int64, rising: k of each option.
         keys: int64, the key of each.
-        contents: all that the options were computed from, in parts; empty if they were not made by `column`.
     """
 
     units: NDArray[np.int64] = field(repr=False)
     keys: NDArray[np.int64] = field(repr=False)
-    contents: tuple[object, ...] = field(default=(), repr=False)
-
-    @cached_property
-    def digest(self) -> bytes:
-        """Digest of the contents, computed only where plans for many events are compared; b"" without contents."""
-        if not self.contents:
-            return b""
-        parts = [part.digest if isinstance(part, Curve) else repr(part).encode() for part in self.contents]
-        return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
 
-NOTHING = Column(units=np.zeros(1, dtype=np.int64), keys=np.zeros(1, dtype=np.int64), contents=("nothing",))
+NOTHING = Column(units=np.zeros(1, dtype=np.int64), keys=np.zeros(1, dtype=np.int64))
 """The column of an absent task."""
 
 
@@ -105,7 +93,10 @@ def column(state: ClusterState, curve: Curve, *, price: int, paused: bool) -> Co
     cost = round(waf * task.transition_seconds / state.quantum_flop)
     cost_elsewhere = round(waf * task.longest_seconds / state.quantum_flop)
     count = 0 if paused else int(np.searchsorted(curve.workers, state.num_workers, side="right"))
-    numbers = (
+    units, keys = keys_of(
+        curve.workers[:count],
+        curve.waf[:count],
+        curve.layouts[:count],
         state.duration_seconds / state.quantum_flop,
         cost,
         -1 if name in state.lost else before,
@@ -116,8 +107,7 @@ def column(state: ClusterState, curve: Curve, *, price: int, paused: bool) -> Co
         task.layout(before),
         cost_elsewhere,
     )
-    units, keys = keys_of(curve.workers[:count], curve.waf[:count], curve.layouts[:count], *numbers)
-    return Column(units=units, keys=keys, contents=(count, numbers, curve))
+    return Column(units=units, keys=keys)
 
 
 @compilable
