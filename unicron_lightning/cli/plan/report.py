@@ -185,11 +185,11 @@ def _summary(plan: Plan, placement: Placement, *, assumed: bool, unsaid: Set[str
 
 def _why_paused(plan: Plan, paused: Sequence[str]) -> Iterator[str]:
     """Compare each paused task with the best plan in which it has its least workers, in WAF until the next failure."""
-    reasons = {each.name: each.more for each in explain(plan)}
+    reasons = explain(plan)
     now = {part.name: part.reward for part in plan.tasks}
     seconds = plan.state.duration_seconds
     for name in paused:
-        other = reasons[name]
+        other = reasons.get(name)
         if other is None:
             yield f"paused: {name}: no plan has room for its minimum of workers"
             continue
