@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
-from unicron_lightning.simulate.calibration import Calibration, moved
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.simulate.calibration import COMMON, Calibration
 from unicron_lightning.simulate.output.pictures import WafCurve
 from unicron_lightning.simulate.output.summaries import row_of
 from unicron_lightning.simulate.settings import Settings, read_settings
@@ -40,6 +42,32 @@ def composed(overrides: tuple[str, ...]) -> Settings:
         data = OmegaConf.to_container(compose("simulate", overrides=list(overrides)), resolve=True)
     assert isinstance(data, dict)
     return read_settings({str(key): value for key, value in data.items()})
+
+
+def moved(calibration: Calibration, key: str, value: float) -> Calibration:
+    """Return the calibration with one figure at another value; for sweeps.
+
+    Args:
+        calibration: the original.
+        key: as in `Calibration.figures`.
+        value: the new value.
+
+    Raises:
+        ConfigError: no such figure.
+    """
+    found = dict(calibration.figures())
+    if key not in found:
+        raise ConfigError(f"costs.{key}: no such figure: expected one of {', '.join(found)}")
+    old = found[key]
+    new = replace(old, value=value, least=min(value, old.range[0]), most=max(value, old.range[1]))
+    system, _, rest = key.partition(".")
+    if system == COMMON:
+        return replace(calibration, common={**calibration.common, rest: new})
+    figures = calibration.systems[system]
+    group, _, name = rest.partition(".")
+    change: dict[str, Any] = {group: {**getattr(figures, group), name: new}} if name else {group: new}
+    systems = {**calibration.systems, system: replace(figures, **change)}
+    return replace(calibration, systems=systems)
 
 
 def run(case: SimulationCase) -> WafCurve:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import baseline
 import pytest
-from experiment_cases import at_their_best, composed
+from experiment_cases import at_their_best, composed, moved
 from simulate.scenes import CLUSTER, costs, task
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.calibration import moved
 from unicron_lightning.simulate.output.pictures import WafCurve
 from unicron_lightning.simulate.result import SimulationResult
 from unicron_lightning.simulate.settings import simulate

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from experiment_cases import moved
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.calibration import Calibration, moved, read_calibration
+from unicron_lightning.simulate.calibration import Calibration, read_calibration
 from unicron_lightning.simulate.settings import POLICIES, system_of
 
 

@@ -11,8 +11,9 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.sections import read_section
 from unicron_lightning.simulate.accounts.ideal import optimum
-from unicron_lightning.simulate.scenario import SizeConfig, WorkloadConfig, read_size, read_workload, scene
+from unicron_lightning.simulate.scenario import SizeConfig, WorkloadConfig, scene
 from unicron_lightning.simulate.settings import system_of
 
 TABLE = {"points": [{"workers": n, "tflops_per_worker": 100} for n in (8, 64)], "beyond": "extend"}
@@ -21,7 +22,8 @@ NODES = {"num_nodes": 4, "workers_per_node": 8}
 
 def preset(name: str) -> WorkloadConfig:
     with initialize_config_module("unicron_lightning.conf.simulate", version_base="1.3"):
-        return read_workload(OmegaConf.to_container(compose(config_name=f"workload/{name}").workload))
+        data = OmegaConf.to_container(compose(config_name=f"workload/{name}").workload)
+        return read_section(WorkloadConfig, data, "workload")
 
 
 @pytest.mark.parametrize("name", ["six", "sizes", "equal", "weights"])
@@ -92,8 +94,9 @@ def test_a_file_for_the_planner_is_a_workload(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_quoted(workload: dict, size: dict, message: str, tmp_path: Path) -> None:
+    sizes = read_section(SizeConfig, size, "cluster")
     with pytest.raises(ConfigError, match=message):
-        scene(read_workload({"name": "x", **workload}), read_size(size), tmp_path)
+        scene(read_section(WorkloadConfig, {"name": "x", **workload}, "workload"), sizes, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from experiment_cases import run
 from simulate.traces.test_generate import preset
 
 from unicron_lightning.simulate.trace import SimCluster
-from unicron_lightning.simulate.traces.config import read_trace
 from unicron_lightning.simulate.traces.generate import generate
 
 
@@ -57,14 +56,14 @@ def test_the_baseline_is_slower_than_llama_3_was() -> None:
     ],
 )
 def test_presets_have_their_published_rates(name: str, cluster: SimCluster, expected: float) -> None:
-    counts = [len(generate(read_trace(preset(name)), cluster, seed).faults) for seed in range(4)]
+    counts = [len(generate(preset(name), cluster, seed).faults) for seed in range(4)]
     # Nodes that are down do not fail; four standard deviations.
     assert 0.95 * expected - 2 * expected**0.5 < sum(counts) / 4 < expected + 2 * expected**0.5
 
 
 def test_byterobusts_causes_have_their_shares() -> None:
     cluster = SimCluster(num_nodes=2000, workers_per_node=8)
-    kinds = Counter(fault.kind for fault in generate(read_trace(preset("byterobust")), cluster, 0).faults)
+    kinds = Counter(fault.kind for fault in generate(preset("byterobust"), cluster, 0).faults)
     assert kinds["cuda_error"] / sum(kinds.values()) == pytest.approx(0.361, abs=0.05)
     assert max(kinds["nan_loss"], kinds["node_degraded"]) < 0.02 * sum(kinds.values()) < kinds["task_hang"]
 
@@ -75,7 +74,7 @@ def test_byterobusts_causes_have_their_shares() -> None:
 )
 def test_causes_of_failed_jobs_have_their_shares(name: str, kind: str, share: float) -> None:
     cluster = SimCluster(num_nodes=2000, workers_per_node=8)
-    kinds = Counter(fault.kind for fault in generate(read_trace(preset(name)), cluster, 0).faults)
+    kinds = Counter(fault.kind for fault in generate(preset(name), cluster, 0).faults)
     assert kinds[kind] / sum(kinds.values()) == pytest.approx(share, abs=0.05)
 
 

@@ -15,7 +15,6 @@ Costs that every system has at the size of a cluster (creating communicators, st
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -197,29 +196,3 @@ def _with_figures(data: Mapping[str, Any]) -> dict[str, Any]:
 def _figure(value: Any) -> Any:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return {"value": value, "origin": "given"} if number else value
-
-
-def moved(calibration: Calibration, key: str, value: float) -> Calibration:
-    """Return the calibration with one figure at another value; for sweeps.
-
-    Args:
-        calibration: the original.
-        key: as in `Calibration.figures`.
-        value: the new value.
-
-    Raises:
-        ConfigError: no such figure.
-    """
-    found = dict(calibration.figures())
-    if key not in found:
-        raise ConfigError(f"costs.{key}: no such figure: expected one of {', '.join(found)}")
-    old = found[key]
-    new = dataclasses.replace(old, value=value, least=min(value, old.range[0]), most=max(value, old.range[1]))
-    system, _, rest = key.partition(".")
-    if system == COMMON:
-        return dataclasses.replace(calibration, common={**calibration.common, rest: new})
-    figures = calibration.systems[system]
-    group, _, name = rest.partition(".")
-    change: dict[str, Any] = {group: {**getattr(figures, group), name: new}} if name else {group: new}
-    systems = {**calibration.systems, system: dataclasses.replace(figures, **change)}
-    return dataclasses.replace(calibration, systems=systems)

@@ -7,17 +7,15 @@ speed is given as in files for ``unicron plan``, and such a file can be a worklo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from unicron_lightning.cli.plan.config import PerformanceConfig, PlanClusterConfig, read
 from unicron_lightning.cli.plan.situation import nodes_of, performance_of
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.performance.model import PerformanceModel
 from unicron_lightning.planner.performance.transformer import TransformerModel
-from unicron_lightning.sections import read_section
 from unicron_lightning.simulate.trace import SimCluster
 from unicron_lightning.simulate.workload import SimTask
 from unicron_lightning.terms import Terms
@@ -89,24 +87,6 @@ class WorkloadConfig:
     tasks: dict[str, SimTaskConfig] = field(default_factory=dict)
     file: str | None = None
     """A file for ``unicron plan``: its tasks, except queued ones, and its cluster."""
-
-
-def read_workload(data: Mapping[str, Any]) -> WorkloadConfig:
-    """Read the group ``workload`` from plain data.
-
-    Raises:
-        ConfigError: an unknown or missing key, or a wrong value.
-    """
-    return read_section(WorkloadConfig, data, "workload")
-
-
-def read_size(data: Mapping[str, Any]) -> SizeConfig:
-    """Read the group ``cluster`` from plain data.
-
-    Raises:
-        ConfigError: as for `read_workload`.
-    """
-    return read_section(SizeConfig, data, "cluster")
 
 
 def scene(workload: WorkloadConfig, size: SizeConfig, folder: Path = Path()) -> tuple[SimCluster, tuple[SimTask, ...]]:

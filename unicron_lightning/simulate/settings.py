@@ -17,9 +17,9 @@ from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.healing import Healing
 from unicron_lightning.simulate.policies.policy import SYSTEMS, Policy
 from unicron_lightning.simulate.result import SimulationResult
-from unicron_lightning.simulate.scenario import SizeConfig, WorkloadConfig, read_size, read_workload, scene
+from unicron_lightning.simulate.scenario import SizeConfig, WorkloadConfig, scene
 from unicron_lightning.simulate.trace import SimCluster, Trace
-from unicron_lightning.simulate.traces.config import TraceConfig, read_trace
+from unicron_lightning.simulate.traces.config import TraceConfig
 from unicron_lightning.simulate.traces.generate import generate
 from unicron_lightning.simulate.unicron.system import ABLATIONS, System
 from unicron_lightning.simulate.workload import SimTask
@@ -92,9 +92,9 @@ def read_settings(data: Mapping[str, Any]) -> Settings:
     return Settings(
         policy=policy,
         seed=seed,
-        trace=read_trace(data["trace"]),
-        workload=read_workload(data["workload"]),
-        cluster=read_size(data["cluster"]),
+        trace=read_section(TraceConfig, data["trace"], "trace"),
+        workload=read_section(WorkloadConfig, data["workload"], "workload"),
+        cluster=read_section(SizeConfig, data["cluster"], "cluster"),
         costs=read_calibration(data["costs"]),
         output=read_section(OutputConfig, data["output"], "output"),
     )

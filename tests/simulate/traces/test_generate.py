@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,14 +14,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.sections import read_section
 from unicron_lightning.simulate.trace import SimCluster, Trace, order
-from unicron_lightning.simulate.traces.config import (
-    CauseConfig,
-    RepairConfig,
-    SourceConfig,
-    TraceConfig,
-    read_trace,
-)
+from unicron_lightning.simulate.traces.config import CauseConfig, RepairConfig, SourceConfig, TraceConfig
 from unicron_lightning.simulate.traces.generate import DAY, generate, repair_seconds
 from unicron_lightning.simulate.traces.table import write_table
 
@@ -30,13 +26,14 @@ CRASH = {"crash": CauseConfig(kind="exited_abnormally", count=1)}
 LONG = RepairConfig(distribution="fixed", hours=24)
 
 
-def preset(name: str) -> dict:
+def preset(name: str) -> TraceConfig:
     with initialize_config_module("unicron_lightning.conf.simulate", version_base="1.3"):
-        return OmegaConf.to_container(compose(config_name=f"trace/{name}").trace)
+        data = OmegaConf.to_container(compose(config_name=f"trace/{name}").trace)
+        return read_section(TraceConfig, data, "trace")
 
 
 def trace(name: str, cluster: SimCluster, seed: int = 0) -> Trace:
-    return generate(read_trace(preset(name)), cluster, seed)
+    return generate(preset(name), cluster, seed)
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others() -> None:
@@ -73,8 +70,8 @@ def test_llama3_on_more_nodes_has_as_many_more() -> None:
 
 def test_a_and_b_are_what_they_say() -> None:
     a, b = preset("a"), preset("b")
-    of_a = [generate(read_trace(a), PAPER, seed).faults for seed in range(30)]
-    of_b = [generate(read_trace(b), PAPER, seed).faults for seed in range(30)]
+    of_a = [generate(a, PAPER, seed).faults for seed in range(30)]
+    of_b = [generate(b, PAPER, seed).faults for seed in range(30)]
     # 33.1 of processes, 12.1 of nodes less failures of nodes that are down for four days.
     assert statistics.fmean(map(len, of_a)) == pytest.approx(44, abs=3)
     repairs = [fault.repair / DAY for faults in of_a for fault in faults if fault.repair]
@@ -83,10 +80,8 @@ def test_a_and_b_are_what_they_say() -> None:
     # 20 times as many per day, less failures of nodes that are down, which amount to a half.
     processes = [sum(not fault.repair for fault in faults) for faults in of_b]
     assert 0.5 < statistics.fmean(processes) / (33.1 * 20 / 8) < 0.7
-    assert (a["days"], b["days"]) == (56, 7)
-    for name, source in b["sources"].items():
-        assert source.pop("frequency") == 20
-        assert source == a["sources"][name]
+    assert (a.days, b.days) == (56, 7)
+    assert b.sources == {name: replace(source, frequency=20) for name, source in a.sources.items()}
 
 
 @pytest.mark.parametrize("name", ["a", "b", "b_quick", "spot", "ageing", "none"])
@@ -173,4 +168,4 @@ def test_repairs_have_the_distribution() -> None:
 )
 def test_what_is_wrong_is_quoted(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_trace({"name": "x", "days": 1, **change})
+        read_section(TraceConfig, {"name": "x", "days": 1, **change}, "trace")

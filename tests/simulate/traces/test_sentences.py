@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.sections import read_section
 from unicron_lightning.simulate.trace import SimCluster, TraceFault
-from unicron_lightning.simulate.traces.config import read_trace
+from unicron_lightning.simulate.traces.config import TraceConfig
 from unicron_lightning.simulate.traces.generate import DAY, generate, replay
 
 CLUSTER = SimCluster(num_nodes=4, workers_per_node=8)
 
 
 def faults(*sentences: str, seed: int = 1) -> tuple[TraceFault, ...]:
-    trace = read_trace({"name": "x", "days": 10, "faults": list(sentences)})
+    trace = read_section(TraceConfig, {"name": "x", "days": 10, "faults": list(sentences)}, "trace")
     return generate(trace, CLUSTER, seed).faults
 
 

@@ -10,13 +10,11 @@ all processes:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.sections import read_section
 from unicron_lightning.simulate.trace import CORRUPTING, SLOWDOWN, SLOWING, Strikes
 
 Process = Literal["poisson", "weibull", "bursts", "exact"]
@@ -183,12 +181,3 @@ class TraceConfig:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.days) and self.days > 0):
             raise ConfigError(f"days={self.days!r}: expected a number > 0")
-
-
-def read_trace(data: Mapping[str, Any]) -> TraceConfig:
-    """Read a trace's configuration from plain data.
-
-    Raises:
-        ConfigError: an unknown or missing key, or a wrong value.
-    """
-    return read_section(TraceConfig, data, "trace")
