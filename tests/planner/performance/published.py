@@ -122,19 +122,26 @@ def gpt(layers: int, hidden: int, heads: int) -> ModelShape:
     )
 
 
-LLAMA_405B = ModelShape(
-    num_layers=126,
-    hidden_size=16384,
-    num_heads=128,
-    num_kv_heads=8,
-    ffn_size=53248,
-    gated=True,
-    biases=False,
-    learned_positions=False,
-    tied_embeddings=False,
-    sequence_length=8192,
-    vocabulary_size=128256,
-)
+def llama(layers: int, hidden: int, heads: int, ffn: int, kv_heads: int = 8) -> ModelShape:
+    """A model of "The Llama 3 Herd of Models" (arXiv 2407.21783), table 3, at 8,192 tokens."""
+    return ModelShape(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn_size=ffn,
+        gated=True,
+        biases=False,
+        learned_positions=False,
+        tied_embeddings=False,
+        sequence_length=8192,
+        vocabulary_size=128256,
+    )
+
+
+GPT_22B, GPT_175B, GPT_530B, GPT_1T = gpt(48, 6144, 64), gpt(96, 12288, 96), gpt(105, 20480, 128), gpt(128, 25600, 160)
+LLAMA_8B, LLAMA_70B = llama(32, 4096, 32, 14336), llama(80, 8192, 64, 28672)
+LLAMA_405B = llama(126, 16384, 128, 53248)
 NEMOTRON_340B = ModelShape(
     num_layers=96,
     hidden_size=18432,
@@ -183,10 +190,10 @@ def _weak_scaling() -> Iterator[PublishedRun]:
 def _recomputation() -> Iterator[PublishedRun]:
     """Korthikanti et al. 2022, tables 3 and 5: seconds per iteration, one copy of the model."""
     for name, shape, p, batch, b, v, full, selective in (
-        ("22B", gpt(48, 6144, 64), 1, 4, 4, 1, 1.42, 1.10),
-        ("175B", gpt(96, 12288, 96), 8, 64, 1, 3, 18.13, 13.75),
-        ("530B", gpt(105, 20480, 128), 35, 280, 1, 3, 49.05, 37.83),
-        ("1T", gpt(128, 25600, 160), 64, 512, 1, 1, 94.42, 71.49),
+        ("22B", GPT_22B, 1, 4, 4, 1, 1.42, 1.10),
+        ("175B", GPT_175B, 8, 64, 1, 3, 18.13, 13.75),
+        ("530B", GPT_530B, 35, 280, 1, 3, 49.05, 37.83),
+        ("1T", GPT_1T, 64, 512, 1, 1, 94.42, 71.49),
     ):
         base = PublishedRun(
             source="arXiv 2205.05198, table 5",
@@ -213,7 +220,7 @@ def _nemo() -> Iterator[PublishedRun]:
     gpt3 = {"bf16": (8.309, 8.408, 8.42, 8.453, 8.49), "fp8": (5.626, 5.725, 5.774, 5.82, 5.96)}
     nemotron = {"bf16": (4.61, 4.67, 4.7, 4.73, 4.84), "fp8": (3.16, 3.21, 3.26, 3.34, 3.49)}
     for name, shape, t, m, fits, times in (
-        ("GPT-3 175B", gpt(96, 12288, 96), 4, 64, True, gpt3),
+        ("GPT-3 175B", GPT_175B, 4, 64, True, gpt3),
         # Ran with 16-bit gradients and less optimizer state than the recipe assumes.
         ("Nemotron-4 340B", NEMOTRON_340B, 8, 16, False, nemotron),
     ):
@@ -373,18 +380,7 @@ def _held_out() -> Iterator[ScalingRun]:
         num_workers=384,
         seconds=104.5,
     )
-    llama = ModelShape(
-        num_layers=40,
-        hidden_size=5120,
-        num_heads=40,
-        ffn_size=13824,
-        gated=True,
-        biases=False,
-        learned_positions=False,
-        tied_embeddings=False,
-        sequence_length=2048,
-        vocabulary_size=32000,
-    )
+    llama_13b = replace(llama(40, 5120, 40, 13824, kv_heads=0), sequence_length=2048, vocabulary_size=32000)
     rates = {
         "overlapped": {32: 1e10 / (40.3 * 3600 * 32), 256: 1890.0, 512: 1845.0},
         "not overlapped": {256: 1630.0, 512: 1430.0},
@@ -393,7 +389,7 @@ def _held_out() -> Iterator[ScalingRun]:
         for workers, rate in by_workers.items():
             yield ScalingRun(
                 name=f"Megatron-LLaMA 13B, {name}",
-                shape=llama,
+                shape=llama_13b,
                 cluster=A100,
                 global_batch_size=2048,
                 num_workers=workers,

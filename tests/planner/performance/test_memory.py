@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.performance.shapes import GPT_1T, GPT_22B, GPT_175B, GPT_530B, LLAMA_70B
+from planner.performance.published import GPT_1T, GPT_22B, GPT_175B, GPT_530B, LLAMA_70B
 
 from unicron_lightning.planner.performance.layouts import Layouts
 from unicron_lightning.planner.performance.memory import (

@@ -18,9 +18,8 @@ from planner.performance.published import (
     searched,
 )
 
-from unicron_lightning.planner.performance.calibrated import CalibratedModel
+from unicron_lightning.planner.performance.calibrated import CalibratedModel, Measurement
 from unicron_lightning.planner.performance.cluster import H100
-from unicron_lightning.planner.performance.online import OnlineModel, OnlinePoint
 from unicron_lightning.planner.performance.search import SearchSpace, search
 from unicron_lightning.planner.performance.shape import ModelShape
 from unicron_lightning.planner.performance.transformer import RELATIVE_ERROR, TransformerModel
@@ -90,8 +89,8 @@ def test_losses_grow_with_size() -> None:
 def test_one_measured_size_corrects_the_search_at_others(run: ScalingRun) -> None:
     first = MEGASCALE[0]
     model = TransformerModel(shape=run.shape, cluster=run.cluster, global_batch_size=run.global_batch_size)
-    measured = OnlinePoint(num_workers=256, flops_per_second=model.step_flops / first.seconds, at_seconds=0.0)
-    corrected = CalibratedModel(prior=model, online=OnlineModel().with_point(measured))
+    measured = {256: Measurement(flops_per_second=model.step_flops / first.seconds)}
+    corrected = CalibratedModel(prior=model, measured=measured)
     left = model.step_flops / corrected.throughput(run.num_workers) / run.seconds - 1
     assert abs(left) < min(0.08, abs(free(run)) - 0.02)
     assert abs(left) < 2 * corrected.uncertainty(run.num_workers)
@@ -117,12 +116,9 @@ def test_a_few_measured_steps_set_the_model_right(run: PublishedRun) -> None:
     # error.
     model = TransformerModel(shape=run.shape, cluster=run.cluster, global_batch_size=run.global_batch_size)
     miss = predict(run).seconds / run.seconds
-    online = OnlineModel()
     half = run.num_workers // 2
-    for step in range(20):
-        value = model.throughput(half) * miss
-        online = online.with_point(OnlinePoint(num_workers=half, flops_per_second=value, at_seconds=float(step)))
-    calibrated = CalibratedModel(prior=model, online=online, prior_error=0.3)
+    measured = {half: Measurement(flops_per_second=model.throughput(half) * miss, num_points=20)}
+    calibrated = CalibratedModel(prior=model, measured=measured, prior_error=0.3)
     left = calibrated.throughput(run.num_workers) / (model.throughput(run.num_workers) * miss) - 1
     assert abs(left) < 0.15
     assert abs(left) < 2 * calibrated.uncertainty(run.num_workers)

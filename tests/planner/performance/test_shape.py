@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.performance.shapes import GPT_175B, GPT_530B, LLAMA_8B, LLAMA_70B, LLAMA_405B, gpt, llama
+from planner.performance.published import GPT_175B, GPT_530B, LLAMA_8B, LLAMA_70B, LLAMA_405B, gpt, llama
 
 from unicron_lightning.planner.performance.shape import ModelShape
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.performance.shapes import GPT_22B, GPT_175B, LLAMA_8B, LLAMA_70B
+from planner.performance.published import GPT_22B, GPT_175B, LLAMA_8B, LLAMA_70B
 
+from unicron_lightning.planner.performance import search
 from unicron_lightning.planner.performance.cluster import A100, H100, H200, PRESETS
 from unicron_lightning.planner.performance.layouts import Layouts
 from unicron_lightning.planner.performance.memory import worker_bytes
@@ -125,17 +126,10 @@ def test_nothing_fits_on_too_few() -> None:
 
 def test_a_model_that_never_fits() -> None:
     small = replace(A100, memory_bytes=5 * 2**30)
-    model = TransformerModel(
-        shape=GPT_175B, cluster=small, global_batch_size=1, space=SearchSpace(tensor_parallel=(1,))
-    )
+    model = TransformerModel(shape=GPT_175B, cluster=small, global_batch_size=1)
     assert model.counts == ()
     assert model.throughput(10**6) == 0
     assert model.uncertainty(10**6) == model.relative_error
-
-
-def test_a_pipeline_that_does_not_divide_is_not_taken() -> None:
-    space = SearchSpace(pipeline_parallel=(5,))
-    assert TransformerModel(shape=TINY, cluster=A100, global_batch_size=8, space=space).counts == ()
 
 
 @pytest.mark.parametrize(
@@ -150,12 +144,7 @@ def test_a_pipeline_that_does_not_divide_is_not_taken() -> None:
 )
 def test_tensor_parallelism_divides_heads_groups_and_width(fields, degrees) -> None:
     shape = replace(TINY, **{"num_heads": 8, **fields})
-    found = set()
-    for t in range(1, 17):
-        space = SearchSpace(tensor_parallel=(t,))
-        if TransformerModel(shape=shape, cluster=A100, global_batch_size=8, space=space).counts:
-            found.add(t)
-    assert found == degrees
+    assert set(search._tensor_degrees(shape, A100)) == degrees
 
 
 def test_uneven_shares_use_counts_that_even_ones_cannot() -> None:
@@ -166,31 +155,12 @@ def test_uneven_shares_use_counts_that_even_ones_cannot() -> None:
         assert uneven.throughput(count) >= even.throughput(count)
 
 
-def test_a_bounded_search_finds_the_same_within_its_bound() -> None:
-    space = SearchSpace(uneven_shares=True)
-    whole = TransformerModel(shape=LLAMA_8B, cluster=H100, global_batch_size=192, space=space)
-    bounded = replace(whole, space=replace(space, max_workers=256))
-    assert bounded.counts == tuple(count for count in whole.counts if count <= 256)
-    assert all(bounded.configuration(count) == whole.configuration(count) for count in bounded.counts)
-    assert bounded.throughput(1000) == whole.throughput(256)
-
-
-def test_the_restrictions_of_the_search_are_kept() -> None:
-    space = SearchSpace(tensor_parallel=(4,), pipeline_parallel=(2, 1), interleave=(1,), recompute=("full",))
-    model = TransformerModel(shape=LLAMA_8B, cluster=H100, global_batch_size=64, space=space)
-    for count in model.counts:
-        best = model.configuration(count)
-        assert best is not None
-        assert (best.tensor_parallel, best.interleave, best.recompute) == (4, 1, "full")
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: SearchSpace(micro_batch_sizes=()), "micro_batch_sizes"),
-        (lambda: SearchSpace(tensor_parallel=(0,)), "tensor_parallel"),
+        (lambda: SearchSpace(micro_batch_sizes=(0,)), "micro_batch_sizes"),
         (lambda: SearchSpace(recompute=("some",)), "recompute"),
-        (lambda: SearchSpace(max_workers=-1), "max_workers=-1"),
         (lambda: TransformerModel(shape=TINY, cluster=A100, global_batch_size=0), "global_batch_size=0"),
         (lambda: TransformerModel(shape=TINY, cluster=A100, global_batch_size=1, relative_error=-1), "relative_error"),
         (

@@ -25,10 +25,9 @@ from unicron_lightning.planner.failures.model import (
     WeibullHazard,
 )
 from unicron_lightning.planner.failures.rate import RateBelief
-from unicron_lightning.planner.performance.calibrated import CalibratedModel
+from unicron_lightning.planner.performance.calibrated import CalibratedModel, Measurement
 from unicron_lightning.planner.performance.cluster import PRESETS, Hardware
 from unicron_lightning.planner.performance.model import PerformanceModel
-from unicron_lightning.planner.performance.online import OnlineModel, OnlinePoint
 from unicron_lightning.planner.performance.parsing import table_from_csv, table_from_mapping, table_from_rows
 from unicron_lightning.planner.performance.recipe import RECIPES
 from unicron_lightning.planner.performance.search import SearchSpace
@@ -255,16 +254,11 @@ def _transformer(config: TransformerConfig, cluster: PlanClusterConfig) -> Trans
 def _calibrated(prior: TransformerModel, config: PerformanceConfig) -> CalibratedModel:
     """Correct the analytic model by a file's measured rows."""
     table = table_from_rows(config.measured or [], flops_per_step=config.flops_per_step or float(prior.step_flops))
-    online = OnlineModel()
-    for row in table.points:
-        point = OnlinePoint(
-            num_workers=row.num_workers,
-            flops_per_second=row.flops_per_second,
-            at_seconds=0.0,
-            configuration=row.configuration,
-        )
-        online = online.with_point(point)
-    return CalibratedModel(prior=prior, online=online)
+    measured = {
+        row.num_workers: Measurement(flops_per_second=row.flops_per_second, configuration=row.configuration)
+        for row in table.points
+    }
+    return CalibratedModel(prior=prior, measured=measured)
 
 
 def _workers(task: PlanTaskConfig) -> int:

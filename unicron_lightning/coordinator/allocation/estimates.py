@@ -36,8 +36,8 @@ from unicron_lightning.jobs import Job
 
 if TYPE_CHECKING:
     from unicron_lightning.planner.failures.model import FailureModel
+    from unicron_lightning.planner.performance.calibrated import Measurement
     from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel
-    from unicron_lightning.planner.performance.online import OnlineModel
     from unicron_lightning.planner.transitions import TransitionTimes
 
 _PROFILE_ERROR: Final = 0.1
@@ -115,7 +115,7 @@ def performance_of(task: Task | None, job: Job | None, *, nominal: float = 1.0) 
     from unicron_lightning.planner.performance.calibrated import CalibratedModel
 
     error = _PROFILE_ERROR if job is not None and job.profile else None
-    return CalibratedModel(prior=prior, online=_online(speeds, flops), prior_error=error)
+    return CalibratedModel(prior=prior, measured=_measured(speeds, flops), prior_error=error)
 
 
 def nominal_rate(tasks: Iterable[tuple[Task | None, Job | None]]) -> float:
@@ -223,16 +223,15 @@ def _profile(profile: Mapping[int, float]) -> PerformanceModel:
     return MeasuredTable(points=points, between="linear")
 
 
-def _online(speeds: Mapping[int, Speed], flops: float) -> OnlineModel:
-    from unicron_lightning.planner.performance.online import CountStatistics, OnlineModel
+def _measured(speeds: Mapping[int, Speed], flops: float) -> dict[int, Measurement]:
+    from unicron_lightning.planner.performance.calibrated import Measurement
 
-    def known(speed: Speed) -> CountStatistics:
-        mean, weight = flops / speed.seconds, float(speed.intervals)
-        spread = weight * (mean * max(speed.spread, _LEAST_SPREAD)) ** 2
-        return CountStatistics(
-            weight=weight, weight_squared=weight, mean=mean, spread=spread, at_seconds=speed.at, configuration=None
+    return {
+        slots: Measurement(
+            flops_per_second=flops / speed.seconds,
+            num_points=float(speed.intervals),
+            deviation=max(speed.spread, _LEAST_SPREAD),
+            at_seconds=speed.at,
         )
-
-    statistics_ = {slots: known(speed) for slots, speed in speeds.items()}
-    # As of the newest measurement, relative to which the others are old.
-    return OnlineModel(now_seconds=max(speed.at for speed in speeds.values()), statistics=statistics_)
+        for slots, speed in speeds.items()
+    }

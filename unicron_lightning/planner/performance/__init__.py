@@ -4,11 +4,10 @@ Nothing is imported here. Read in this order:
 
 * `model`: the interface that the planner uses;
 * `table`, `parsing`: the user's own measurements;
-* `online`, `isotonic`: measurements of running tasks;
 * `shape`, `cluster`, `recipe`: the model, the machines and the training method; then the formulas in `memory` and
   `timing`;
 * `search`, `transformer`: the best configuration for every x by those formulas; `layouts` holds many at once;
 * `model`: the interface, and `SublinearModel`, the assumption for a task without any data;
-* `calibrated`: any model, corrected by measurements;
+* `calibrated`: any model, corrected by measurements of running tasks;
 * `published`: the formulas' errors for published runs.
 """

@@ -14,14 +14,46 @@ from all measurements, and the prior without any. Its error is small where measu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from unicron_lightning.planner.performance.layouts import FloatArray
 from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel, check_num_workers
-from unicron_lightning.planner.performance.online import OnlineModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Measurements of a running task with one number of workers.
+
+    Attributes:
+        flops_per_second: their mean, achieved aggregate FLOP/s: the model's FLOPs of a step / its duration.
+        num_points: their number.
+        deviation: relative standard deviation of a single one, as observed.
+        at_seconds: time of the newest one, on any clock that the caller uses consistently.
+        configuration: distribution of the task, if known.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    flops_per_second: float
+    num_points: float = 1.0
+    deviation: float = 0.0
+    at_seconds: float = 0.0
+    configuration: ParallelConfiguration | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.flops_per_second) and self.flops_per_second > 0):
+            raise ValueError(f"flops_per_second={self.flops_per_second!r}: expected a finite number above 0")
+        if not (math.isfinite(self.num_points) and self.num_points >= 1):
+            raise ValueError(f"num_points={self.num_points!r}: expected a finite number, 1 or more")
+        if not (math.isfinite(self.deviation) and self.deviation >= 0):
+            raise ValueError(f"deviation={self.deviation!r}: expected a finite number, 0 or more")
+        if not math.isfinite(self.at_seconds):
+            raise ValueError(f"at_seconds={self.at_seconds!r}: expected a finite number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,21 +62,26 @@ class CalibratedModel:
 
     Attributes:
         prior: any model; where its throughput is 0, the task runs only at counts with measurements.
-        online: the measurements.
+        measured: the measurements, by number of workers.
         prior_error: relative standard error of the prior; None takes the prior's own, which must be above 0 at some
             count for measurements to have any effect.
         common: c, the part of the prior's error that all x share.
         doublings: l, doublings of x after which the rest of the error is independent.
+        noise: assumed relative standard deviation of a single measurement; it has the weight of one measurement in the
+            estimate.
+        drift: relative standard deviation of the truth's movement within an hour.
 
     Raises:
         ValueError: a value is out of range.
     """
 
     prior: PerformanceModel
-    online: OnlineModel
+    measured: Mapping[int, Measurement] = field(hash=False)
     prior_error: float | None = None
     common: float = 0.7
     doublings: float = 1.0
+    noise: float = 0.05
+    drift: float = 0.02
 
     def __post_init__(self) -> None:
         if self.prior_error is not None and not (math.isfinite(self.prior_error) and self.prior_error >= 0):
@@ -53,32 +90,51 @@ class CalibratedModel:
             raise ValueError(f"common={self.common!r}: expected 0 to 1")
         if not (math.isfinite(self.doublings) and self.doublings > 0):
             raise ValueError(f"doublings={self.doublings!r}: expected a finite number above 0")
+        for name in ("noise", "drift"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value!r}: expected a finite number, 0 or more")
 
     def throughput(self, num_workers: int) -> float:
         check_num_workers(num_workers)
         guess = self.prior.throughput(num_workers)
         if guess == 0:
-            return self.online.throughput(num_workers) if num_workers in self.online.statistics else 0.0
+            return self.measured[num_workers].flops_per_second if num_workers in self.measured else 0.0
         return guess * math.exp(self._log_ratio(num_workers)[0])
 
     def configuration(self, num_workers: int) -> ParallelConfiguration | None:
-        return self.online.configuration(num_workers) or self.prior.configuration(num_workers)
+        known = self.measured.get(num_workers)
+        return (known.configuration if known else None) or self.prior.configuration(num_workers)
 
     def uncertainty(self, num_workers: int) -> float:
         check_num_workers(num_workers)
-        if self.prior.throughput(num_workers) == 0 and num_workers in self.online.statistics:
-            return self.online.uncertainty(num_workers)
+        if self.prior.throughput(num_workers) == 0 and num_workers in self.measured:
+            return self._errors[num_workers]
         return self._log_ratio(num_workers)[1]
 
     def _error(self, num_workers: int) -> float:
         return self.prior.uncertainty(num_workers) if self.prior_error is None else self.prior_error
 
     @cached_property
+    def _errors(self) -> dict[int, float]:
+        """Relative standard error of each measured mean, as of the newest measurement."""
+        known = self.measured.values()
+        # The assumed noise counts as one further observation of a single measurement's scatter.
+        scatter = self.noise**2 + sum(each.num_points * each.deviation**2 for each in known)
+        variation = scatter / (1 + sum(each.num_points - 1 for each in known))
+        now = max((each.at_seconds for each in known), default=0.0)
+        # A random walk moves by the square root of the time.
+        return {
+            count: math.sqrt(variation / each.num_points + self.drift**2 * (now - each.at_seconds) / 3600.0)
+            for count, each in self.measured.items()
+        }
+
+    @cached_property
     def _samples(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """log2 x, e(x), K^-1 log r and K^-1 of the measured counts where the prior is above 0."""
         rows = [
-            (math.log2(count), self._error(count), math.log(mean / self.prior.throughput(count)), error)
-            for count, mean, error in self.online.measured
+            (math.log2(count), self._error(count), math.log(mean / self.prior.throughput(count)), self._errors[count])
+            for count, mean in sorted((count, each.flops_per_second) for count, each in self.measured.items())
             if self.prior.throughput(count) > 0 and math.isfinite(self._error(count))
         ]
         places, errors, ratios, noise = np.array(rows, dtype=np.float64).reshape(len(rows), 4).T

@@ -16,14 +16,12 @@ _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "tf32": 4, "fp32": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Fractions of the peak that are reached, and of communication that is hidden.
+    """Fractions of the peak that are reached.
 
     Attributes:
         matmul: of the peak FLOP/s, in matrix products.
         memory: of the memory's bandwidth, in all other operations.
         network: of the links' bandwidth, in collectives and between stages.
-        tensor_overlap: part of tensor-parallel communication that is hidden behind computation.
-        pipeline_overlap: part of the communication between stages that is hidden.
 
     Raises:
         ValueError: a fraction is out of range.
@@ -32,18 +30,12 @@ class Efficiency:
     matmul: float
     memory: float
     network: float
-    tensor_overlap: float = 0.0
-    pipeline_overlap: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("matmul", "memory", "network"):
             value = getattr(self, name)
             if not 0 < value <= 1:
                 raise ValueError(f"{name}={value!r}: expected more than 0 and at most 1")
-        for name in ("tensor_overlap", "pipeline_overlap"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name}={value!r}: expected 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,37 +31,24 @@ from unicron_lightning.planner.performance.timing import step_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """Configurations to try. Empty tuples mean all values that divide.
+    """Configurations to try: all TP, PP and interleavings that divide, with these choices.
 
     Attributes:
         micro_batch_sizes: samples in a micro-batch.
-        tensor_parallel: degrees.
-        pipeline_parallel: degrees.
-        interleave: groups per stage.
         recompute: some of ``none``, ``selective``, ``full``.
         uneven_shares: whether DP need not divide the global batch.
-        max_workers: size of the largest configurations, 0 for no bound; saves time with uneven shares of many samples.
 
     Raises:
-        ValueError: a degree is below 1, no micro-batch size is given, or a recomputation is unknown.
+        ValueError: no micro-batch size is given or one is below 1, or a recomputation is unknown.
     """
 
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
-    tensor_parallel: tuple[int, ...] = ()
-    pipeline_parallel: tuple[int, ...] = ()
-    interleave: tuple[int, ...] = ()
     recompute: tuple[str, ...] = RECOMPUTE
     uneven_shares: bool = False
-    max_workers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_sizes", "tensor_parallel", "pipeline_parallel", "interleave"):
-            if any(value < 1 for value in getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected whole numbers of at least 1")
-        if self.max_workers < 0:
-            raise ValueError(f"max_workers={self.max_workers!r}: expected 0 (no bound) or more")
-        if not self.micro_batch_sizes:
-            raise ValueError("micro_batch_sizes=(): expected at least one")
+        if not self.micro_batch_sizes or min(self.micro_batch_sizes) < 1:
+            raise ValueError(f"micro_batch_sizes={self.micro_batch_sizes!r}: expected whole numbers of at least 1")
         if not self.recompute or any(choice not in RECOMPUTE for choice in self.recompute):
             raise ValueError(f"recompute={self.recompute!r}: expected some of {', '.join(RECOMPUTE)}")
 
@@ -126,18 +113,12 @@ def _candidates(
     skipped = "selective" if recipe.fused_attention and "none" in space.recompute else ""
     choices = [choice for choice in RECOMPUTE if choice in space.recompute and choice != skipped]
     recompute = np.array([RECOMPUTE.index(choice) for choice in choices], dtype=np.int64)
-    tensor = np.array(_tensor_degrees(shape, cluster, space), dtype=np.int64)
-    for p in sorted(space.pipeline_parallel) or _divisors(shape.num_layers):
-        if shape.num_layers % p:
-            continue
-        groups = [v for v in _divisors(shape.num_layers // p) if not space.interleave or v in space.interleave]
-        interleave = np.array([v for v in groups if p > 1 or v == 1], dtype=np.int64)
+    tensor = np.array(_tensor_degrees(shape, cluster), dtype=np.int64)
+    for p in _divisors(shape.num_layers):
+        interleave = np.array([v for v in _divisors(shape.num_layers // p) if p > 1 or v == 1], dtype=np.int64)
         grid = np.meshgrid(tensor, interleave, recompute, np.arange(len(batches)), indexing="ij")
         t, v, again, batch = (axis.ravel() for axis in grid)
         b, d, m = batches[batch].T
-        allowed = (v == 1) | (m % p == 0)
-        if space.max_workers:
-            allowed &= t * p * d <= space.max_workers
         yield Layouts(
             tensor=t,
             pipeline=np.full_like(t, p),
@@ -146,18 +127,15 @@ def _candidates(
             num_micro_batches=m,
             interleave=v,
             recompute=again,
-        ).at(allowed)
+        ).at((v == 1) | (m % p == 0))
 
 
-def _tensor_degrees(shape: ModelShape, cluster: Hardware, space: SearchSpace) -> list[int]:
+def _tensor_degrees(shape: ModelShape, cluster: Hardware) -> list[int]:
     kv = shape.kv_heads
     return [
         t
-        for t in sorted(space.tensor_parallel) or _divisors(cluster.accelerators_per_node)
-        if cluster.accelerators_per_node % t == 0
-        and shape.num_heads % t == 0
-        and shape.ffn % t == 0
-        and (kv % t == 0 or t % kv == 0)
+        for t in _divisors(cluster.accelerators_per_node)
+        if shape.num_heads % t == 0 and shape.ffn % t == 0 and (kv % t == 0 or t % kv == 0)
     ]
 
 

@@ -115,8 +115,8 @@ def _tensor_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layout
     bandwidth = np.where(within, cluster.intra_bandwidth, cluster.inter_bandwidth) * recipe.efficiency.network
     latency = np.where(within, cluster.intra_latency_seconds, cluster.inter_latency_seconds)
     size = recipe.element_bytes * layouts.micro_batch * shape.sequence_length * shape.hidden_size
-    seconds = 2 * (t - 1) / t * size / bandwidth + np.where(t > 1, 2 * np.ceil(np.log2(t)) * latency, 0.0)
-    return seconds * (1 - recipe.efficiency.tensor_overlap)
+    seconds: FloatArray = 2 * (t - 1) / t * size / bandwidth + np.where(t > 1, 2 * np.ceil(np.log2(t)) * latency, 0.0)
+    return seconds
 
 
 def _head_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts) -> FloatArray:
@@ -134,7 +134,7 @@ def _pipeline_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layo
     bandwidth = np.where(within, cluster.intra_bandwidth, cluster.inter_bandwidth) * recipe.efficiency.network
     latency = np.where(within, cluster.intra_latency_seconds, cluster.inter_latency_seconds)
     size = recipe.element_bytes * layouts.micro_batch * shape.sequence_length * shape.hidden_size / layouts.tensor
-    seconds = 2 * layouts.interleave * (size / bandwidth + latency) * (1 - recipe.efficiency.pipeline_overlap)
+    seconds = 2 * layouts.interleave * (size / bandwidth + latency)
     return np.where(layouts.pipeline > 1, seconds, 0.0)
 
 
