@@ -10,6 +10,7 @@ import pytest
 from experiment_cases import composed
 from simulate.scenes import CLUSTER, costs, random_trace, task, two_tasks
 from simulate.test_policies import check_accounts
+from simulate.traces.test_table import written
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.calibration import read_calibration
@@ -18,7 +19,7 @@ from unicron_lightning.simulate.settings import POLICIES, simulate
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.traces.config import CauseConfig, CoordinatorFaults, SourceConfig, TraceConfig
 from unicron_lightning.simulate.traces.generate import generate
-from unicron_lightning.simulate.traces.table import parse_table, write_table
+from unicron_lightning.simulate.traces.table import parse_table
 
 SECONDS = 20_000.0
 LOST = TraceFault(at=1003.0, kind="lost_connection", node=2, repair=1000.0)
@@ -247,7 +248,7 @@ def test_a_table_keeps_what_a_fault_strikes_and_how_slow_it_is() -> None:
         TraceFault(at=1.0, kind="node_degraded", node=1, repair=9.0, slowdown=0.3),
         TraceFault(at=2.0, kind="other_software_error", node=4, strikes="task"),
     ]
-    assert parse_table(write_table(faults), CLUSTER, "t") == faults
+    assert parse_table(written(faults), CLUSTER, "t") == faults
     (slow,) = parse_table("at,kind,node\n1,link_degraded,0\n", CLUSTER, "t")
     assert slow.slowdown == 0.1
 

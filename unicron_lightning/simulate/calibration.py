@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
 from unicron_lightning.errors import ConfigError
@@ -86,14 +86,8 @@ class SystemFigures:
     extra: dict[str, Figure] = field(default_factory=dict)
 
 
-_SINGLE: Final = (
-    "checkpoint_interval",
-    "memory_checkpoint_interval",
-    "checkpoint_seconds",
-    "step_overhead",
-    "redundancy",
-)
 _GROUPS: Final = ("detection", "change", "extra")
+_SINGLE: Final = tuple(each.name for each in fields(SystemFigures) if each.name not in _GROUPS)
 
 
 @dataclass(frozen=True, kw_only=True)

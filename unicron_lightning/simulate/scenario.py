@@ -56,8 +56,6 @@ class SimTaskConfig:
     """Number that its workers are a multiple of, e.g. TP x PP."""
     flops_per_step: float | None = None
     """FLOPs of an optimizer step; known for a ``transformer``."""
-    micro_batches: int = 1024
-    """Micro-batches of a step."""
     arrival_hours: float = 0.0
     departure_hours: float | None = None
     steps: float | None = None
@@ -169,7 +167,6 @@ def _tasks(name: str, config: SimTaskConfig, machines: PlanClusterConfig, folder
             performance=performance,
             flops_per_step=flops,
             terms=Terms.of(config, granularity=config.quantum, may_pause=True),
-            micro_batches=config.micro_batches,
             arrival=(config.arrival_hours + late) * HOUR,
             departure=None if config.departure_hours is None else (config.departure_hours + late) * HOUR,
             steps=config.steps,

@@ -23,7 +23,6 @@ class SimTask:
         flops_per_step: FLOPs of one optimizer step of the whole task; a step at x workers takes this / T(t,x).
         terms: the terms on which it competes; of the workers of its places, those beyond a multiple of the granularity
             stand idle.
-        micro_batches: M, of a step.
         arrival: seconds from the beginning; 0: it runs already when the trace begins.
         departure: time of its end, whatever its progress; None: never.
         steps: optimizer steps after which it ends; None: never.
@@ -37,7 +36,6 @@ class SimTask:
     performance: PerformanceModel
     flops_per_step: float
     terms: Terms = field(default_factory=Terms)
-    micro_batches: int = 1024
     arrival: float = 0.0
     departure: float | None = None
     steps: float | None = None
@@ -46,10 +44,8 @@ class SimTask:
     def __post_init__(self) -> None:
         if (problem := self.terms.problem()) is not None:
             raise ConfigError(f"task {self.name!r}: {problem}")
-        for name in ("flops_per_step", "micro_batches"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"task {self.name!r}: {name}={value!r}: expected a number > 0")
+        if not (math.isfinite(self.flops_per_step) and self.flops_per_step > 0):
+            raise ConfigError(f"task {self.name!r}: flops_per_step={self.flops_per_step!r}: expected a number > 0")
         if not (math.isfinite(self.arrival) and self.arrival >= 0):
             raise ConfigError(f"task {self.name!r}: arrival={self.arrival!r}: expected seconds, 0 or more")
         if self.departure is not None and not self.departure > self.arrival:
@@ -70,8 +66,3 @@ class SimTask:
         usable = self.terms.usable(num_workers)
         found = self.performance.configuration(usable) if usable else None
         return None if found is None else (found.tensor_parallel, found.pipeline_parallel)
-
-    def step_seconds(self, num_workers: int) -> float:
-        """Return the seconds of one optimizer step; inf if it cannot run."""
-        rate = self.throughput(num_workers)
-        return self.flops_per_step / rate if rate else math.inf

@@ -222,11 +222,6 @@ class TaskMeter:
         """Return the workers of a number of places that have work."""
         return self.task.terms.usable(places * self._place_workers)
 
-    @property
-    def running(self) -> bool:
-        """Whether it makes steps."""
-        return self.state == "useful"
-
     def begin(self, now: int) -> None:
         """Record the task's arrival."""
         self._since = now

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import csv
 import datetime
-import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from unicron_lightning.errors import ConfigError
@@ -28,20 +27,6 @@ COLUMNS = ("at", "kind", "node", "worker", "repair")
 _FURTHER = ("strikes", "slowdown")
 _OPTIONAL = ("worker", "repair", *_FURTHER)
 _START = "# start "
-
-
-def write_table(faults: Iterable[TraceFault]) -> str:
-    """Return CSV text that `parse_table` reads back as the same faults."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    listed = list(faults)
-    further = any(fault.strikes != "one" or fault.slowdown for fault in listed)
-    writer.writerow((*COLUMNS, *_FURTHER) if further else COLUMNS)
-    for fault in listed:
-        worker = "" if fault.worker is None else fault.worker
-        row = [repr(fault.at), fault.kind, fault.node, worker, repr(fault.repair)]
-        writer.writerow([*row, fault.strikes, repr(fault.slowdown)] if further else row)
-    return text.getvalue()
 
 
 def read_table(path: Path, cluster: SimCluster) -> list[TraceFault]:

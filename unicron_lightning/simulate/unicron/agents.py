@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from unicron_lightning.simulate.unicron.training import SimTraining
 
 SLOT: Final = "0"
-_KILLED: Final = 9
 _RELAUNCH_SECONDS: Final = 0.1
 """Interval of torchrun's poll, after which it has detected its worker's death."""
 
