@@ -60,6 +60,18 @@ def test_a_guess_that_is_wrong_is_mended(kind: str, monkeypatch: pytest.MonkeyPa
     assert (len(few) == 2 and few[0] < few[1]) or kind in ("linear", "holes")
 
 
+@pytest.mark.parametrize("kind", SHAPES)
+def test_variants_far_from_the_shared_price_are_solved_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(kind, 5)
+    expected, alone = found(problem), []
+    original = SearchProblem.alone
+    monkeypatch.setattr(exact, "_guess", lambda *_: 0)
+    monkeypatch.setattr(exact, "MANY_OPTIONS", 0)
+    monkeypatch.setattr(SearchProblem, "alone", lambda self, index: alone.append(index) or original(self, index))
+    assert found(problem) == expected
+    assert alone or kind in ("linear", "holes")
+
+
 def test_options_are_ruled_out() -> None:
     """Otherwise the search would be exact but slow."""
     problem = problem_of("concave", 3)

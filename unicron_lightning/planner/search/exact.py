@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 FEW_OPTIONS = 24
 """Options per task in the first tables, which use a guessed limit."""
 
+MANY_OPTIONS = 4 * FEW_OPTIONS
+"""Options per task in the second tables beyond which the variants that need them are solved alone."""
+
 MOST_PRICES = 64
 """Number of prices that are tried; about ten are usual."""
 
@@ -92,6 +95,13 @@ class SearchProblem:
             free_units=free,
         )
 
+    def alone(self, index: int) -> SearchProblem:
+        """The problem of one variant, which is priced with its own column if that replaces another."""
+        variant, columns = self.variants[index], [self.columns.column(at) for at in range(self.num_tasks)]
+        if variant.replaces:
+            columns[variant.position] = variant.column
+        return SearchProblem.of(columns, self.num_units, [variant])
+
     def totals(self, each: NDArray[np.int64]) -> list[int]:
         """For each variant the sum of a number of each column, over the tasks' columns that it keeps and its own."""
         return _totals(each, self.num_tasks, self.variants)
@@ -112,6 +122,13 @@ def best_choices(problem: SearchProblem) -> list[tuple[int, NDArray[np.int64]]]:
         distance = max(bound - top for bound, (top, _, _) in zip(bounds, found, strict=True))
         if limit >= distance:
             return [(best[0], rows.units(index, *best[1:])) for index, best in enumerate(found)]
+        if len(problem.variants) > 1 and np.count_nonzero(reduced <= distance) > MANY_OPTIONS * len(problem.columns):
+            # The price is a bad one for some variants: these have their own.
+            far = [bound - top > limit for bound, (top, _, _) in zip(bounds, found, strict=True)]
+            return [
+                best_choices(problem.alone(index))[0] if own else (best[0], rows.units(index, *best[1:]))
+                for index, (own, best) in enumerate(zip(far, found, strict=True))
+            ]
         limit = distance
 
 

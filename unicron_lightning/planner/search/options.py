@@ -71,6 +71,11 @@ class Columns:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    def column(self, index: int) -> Column:
+        """One task's options."""
+        options = slice(self.starts[index], self.starts[index + 1])
+        return Column(units=self.units[options], keys=self.keys[options])
+
     def chosen(self, mask: NDArray[np.bool_]) -> Columns:
         """The options selected by ``mask``."""
         counts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(mask)])
