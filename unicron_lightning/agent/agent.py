@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from unicron_lightning import environ, wire
-from unicron_lightning.agent.checks.exchange import Exchanges
 from unicron_lightning.agent.checks.health import HealthWatch
 from unicron_lightning.agent.checks.probes import Prober
 from unicron_lightning.agent.embedded import EmbeddedCoordinator
@@ -87,7 +86,6 @@ class AgentThread:
         self._memory = AgentMemory(self._scratch.path, self._send)
         self._inspector = Inspector(self._scratch.path, self._supervisor, self._send)
         self._prober = Prober(self._send)
-        self._exchanges = Exchanges(options.host, options.token.secret, self._send)
         self._local = LocalServer(
             self.socket_path,
             LocalHooks(accept=self._accept, received=self._from_worker, left=self._roster.leaves),
@@ -220,7 +218,6 @@ class AgentThread:
             await asyncio.gather(ticking, keeping_up, return_exceptions=True)
             self._gate.close()
             self._inspector.close()
-            await self._exchanges.close()
             await self._prober.close()
             self._memory.close()
             self._supervisor.close()
@@ -388,8 +385,6 @@ class AgentThread:
                 self._faults.take(message)
             case wire.Inspect():
                 self._inspector.begin(message)
-            case wire.PairServe() | wire.PairConnect() | wire.PairEnd():
-                self._exchanges.take(message)
             case wire.Probe():
                 self._prober.begin(message)
             case wire.StateComplete():

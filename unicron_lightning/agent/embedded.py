@@ -220,7 +220,6 @@ def _spawn(options: AgentOptions, log: Path) -> subprocess.Popen[bytes]:
         "coordinator.started_by_agent=true",
         "coordinator.exit_when_idle=true",
         f"coordinator.allow_injection={str(options.allow_injection).lower()}",
-        f"health.pair_check={str(options.pair_check).lower()}",
         *_encryption(options.trust, options.coordinator_host),
     ]
     with open(log, "ab", opener=open_private) as output:

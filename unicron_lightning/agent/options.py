@@ -52,7 +52,6 @@ CONF_KEYS: Final = {
     "timeout": "seconds to wait in the rendezvous while the coordinator is away (torchrun's default 900)",
     "embedded": "whether to start a coordinator if the endpoint names this machine and none listens (default true)",
     "allow_injection": "whether the embedded coordinator allows `unicron inject` (default false)",
-    "pair_check": "whether that coordinator admits a node only after an exchange of data with another (default false)",
     "state_dir": "state folder of the embedded coordinator (default: UNICRON_STATE_DIR, else a temporary one)",
 }
 _C10D_KEYS: Final = frozenset(
@@ -87,8 +86,6 @@ class AgentOptions:
     """Whether the link is encrypted, and which certificate is accepted."""
     allow_injection: bool = False
     """Whether a coordinator that this agent starts allows fault injection."""
-    pair_check: bool = False
-    """Whether a coordinator that this agent starts has nodes exchange data before they get workers."""
     prepare: bool = False
     """Whether workers are forked by a prepared process."""
     worker_timeout: float | None = None
@@ -150,7 +147,6 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
             option="--rdzv-conf tls=",
         ),
         allow_injection=_flag(conf, "allow_injection", default=False),
-        pair_check=_flag(conf, "pair_check", default=False),
         prepare=_flag(conf, "prepare", default=_variable(environ.PREPARE)),
         worker_timeout=_seconds(conf, "worker_timeout", 10.0) if "worker_timeout" in conf else None,
         stop_timeout=_seconds(conf, "stop_timeout", 10.0),

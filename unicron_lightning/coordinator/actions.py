@@ -107,9 +107,7 @@ class Turn:
 
     def startable(self, waiting: Iterable[Agent]) -> list[Agent]:
         """Select waiting agents that may have workers: no other agent has any at their places, or will."""
-        check = self.limits.pairs.check
-        known = (agent for agent in waiting if agent.paired.passed or not check)
-        free = (agent for agent in known if not (agent.held or agent.unhealthy or agent.parted))
+        free = (agent for agent in waiting if not (agent.held or agent.unhealthy or agent.parted))
         well = (agent for agent in free if not self.drains(agent))
         ready = [agent for agent in well if is_assigned(self._cluster, agent)]
         nodes = {agent.node for agent in ready if agent.place is not None}

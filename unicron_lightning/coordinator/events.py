@@ -16,7 +16,6 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.coordinator.incidents.facts import Fact
 from unicron_lightning.detection.health import HealthLimits
-from unicron_lightning.detection.pairs import PairLimits
 from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.faults.fault import Fault
@@ -34,7 +33,6 @@ class TimerKey(NamedTuple):
 
 _SILENCE = SilenceLimits(beat=0.5, least=1.2, most=4.5)
 _HEALTH = HealthLimits()
-_PAIRS = PairLimits()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,6 @@ class Limits:
     worker_timeout: float = 10.0
     silence: SilenceLimits = _SILENCE
     health: HealthLimits = _HEALTH
-    pairs: PairLimits = _PAIRS
     flapping_cuts: int = 3
     flapping_window: float = 300.0
     warm_standby: bool = False

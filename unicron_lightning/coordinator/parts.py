@@ -1,6 +1,6 @@
 """The machine's parts in their order, and the calls of their rules.
 
-The order is that of reviews: who may run (`pairing`, `partition`), who runs (`slots`), who trains together (`epochs`),
+The order is that of reviews: who may run (`partition`), who runs (`slots`), who trains together (`epochs`),
 and the consequences. Of two parts that handle a message, `severity` comes first: it sees the task before `workers`
 changes it.
 """
@@ -16,7 +16,7 @@ import msgspec
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.actions import Turn
-from unicron_lightning.coordinator.connectivity import pairing, partition
+from unicron_lightning.coordinator.connectivity import partition
 from unicron_lightning.coordinator.incidents import accounting, measurements
 from unicron_lightning.coordinator.membership import (
     departures,
@@ -37,7 +37,6 @@ from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.coordinator.watch import hangs
 
 PARTS: Final[tuple[Part, ...]] = (
-    pairing.PART,
     partition.PART,
     slots.PART,
     epochs.PART,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.connectivity.record import PairCheck, ProbeState
+from unicron_lightning.coordinator.connectivity.record import ProbeState
 from unicron_lightning.coordinator.incidents.record import Accounts, Lifetimes, Measured
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.severity.record import SeverityRecord
@@ -112,8 +112,6 @@ class Agent(msgspec.Struct, kw_only=True):
     """Whether its next grant is delayed, since its workers failed at their start."""
     departing: bool = False
     """Whether its process was asked to end, so that its workers leave at the next step boundary."""
-    paired: PairCheck = msgspec.field(default_factory=PairCheck)
-    """Its data exchanges with other agents."""
     parted: str = ""
     """Nodes that its node does not reach, which bars it from a slot; "" if it reaches all."""
     cuts: list[float] = []
@@ -161,7 +159,7 @@ class Agent(msgspec.Struct, kw_only=True):
     @property
     def barred(self) -> str:
         """Reason why the agent gets no slot; "" if none is known."""
-        return "; ".join(filter(None, (self.unhealthy, self.paired.reason, self.parted)))
+        return "; ".join(filter(None, (self.unhealthy, self.parted)))
 
     @property
     def place(self) -> str | None:

@@ -73,17 +73,7 @@ from unicron_lightning.wire.memory import (
     StateVersion,
     StateWanted,
 )
-from unicron_lightning.wire.peers import (
-    Amount,
-    PairConnect,
-    PairEnd,
-    PairResult,
-    PairServe,
-    PairServing,
-    Peer,
-    Probe,
-    Probed,
-)
+from unicron_lightning.wire.peers import Peer, Probe, Probed
 from unicron_lightning.wire.replicas import Layout, Replicas, Spread
 from unicron_lightning.wire.worker import (
     CommError,
@@ -105,7 +95,6 @@ __all__ = [
     "ActivityQuery",
     "ActivityReport",
     "Address",
-    "Amount",
     "Arrival",
     "Barred",
     "Beat",
@@ -142,11 +131,6 @@ __all__ = [
     "Notice",
     "OpenCopy",
     "Pace",
-    "PairConnect",
-    "PairEnd",
-    "PairResult",
-    "PairServe",
-    "PairServing",
     "Peer",
     "Probe",
     "Probed",
@@ -207,8 +191,6 @@ Forwarded = Union[
 ]
 FromWorker = Union[Forwarded, Heartbeat, Training, StateWanted]
 ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultRecorded, Inject, ActivityQuery, StateGiven]
-FromPair = Union[PairServing, PairResult]
-ToPair = Union[PairServe, PairConnect, PairEnd]
 FromAgent = Union[
     Beat,
     NodeReading,
@@ -220,7 +202,6 @@ FromAgent = Union[
     WorkerDied,
     Departing,
     Bye,
-    FromPair,
     Probed,
     StateHeld,
     Forwarded,
@@ -238,7 +219,6 @@ ToAgent = Union[
     Probe,
     EpochChange,
     StateComplete,
-    ToPair,
     ToWorker,
 ]
 

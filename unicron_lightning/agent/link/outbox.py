@@ -35,7 +35,6 @@ _REPEATABLE: Final = (
     wire.ErrorReport,
     wire.StoreUsed,
     wire.FaultDue,
-    wire.PairResult,
     wire.Departing,
     wire.Bye,
 )

@@ -132,8 +132,6 @@ def _why_late(cluster: Cluster, agent: Agent) -> str | None:
         return "is away, for detection.reconnect_grace at most"
     if agent.held:
         return f"has failed to start, and begins again after {LAST_HOLD_SECONDS:g} s at most"
-    if agent.paired.check:
-        return "checks its link to another node, for health.pair_time at most"
     if agent.place is not None and (user := occupants(cluster, (agent.node,)).get(agent.place)) is not None:
         return f"waits until the workers of {user[0].id} at its place have ended"
     if not is_assigned(cluster, agent):

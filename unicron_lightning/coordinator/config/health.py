@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Final
 
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.detection.health import HealthLimits
-from unicron_lightning.detection.pairs import PairLimits
 from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.errors import ConfigError
 
@@ -35,10 +33,6 @@ def check_above_one(group: str, **values: float) -> None:
     for name, value in values.items():
         if not (math.isfinite(value) and value > 1):
             raise ConfigError(f"{group}.{name}={value}: expected a number > 1")
-
-
-MOST_PAIR_SIZE: Final = 256.0
-"""MiB: an agent's event loop transfers it in a second or less."""
 
 
 @dataclass(kw_only=True)
@@ -73,16 +67,6 @@ class HealthConfig:
     """Degrees Celsius: more is reported."""
     nvlink_errors: int = 1
     """Recoveries of a GPU's links since its agent started: the node is cordoned."""
-    pair_check: bool = False
-    """Whether a node must have exchanged data with another node of its task before it gets workers."""
-    pair_size: float = 4.0
-    """Size of the exchange in each direction, in MiB."""
-    pair_time: float = 2.0
-    """Limit of the exchange's duration, in seconds."""
-    pair_bandwidth: float = 100.0
-    """Mbit/s: a node that is slower in either direction gets no workers; 0: no limit."""
-    pair_retry: float = 30.0
-    """Seconds after which a node that got no workers tries again."""
 
     def limits(self) -> HealthLimits:
         """Return the limits for judging a node's health."""
@@ -94,16 +78,6 @@ class HealthConfig:
             nvlink_errors=self.nvlink_errors,
         )
 
-    def pairs(self) -> PairLimits:
-        """Return the limits for judging an exchange of data."""
-        return PairLimits(
-            check=self.pair_check,
-            size=self.pair_size,
-            seconds=self.pair_time,
-            bandwidth=self.pair_bandwidth,
-            retry=self.pair_retry,
-        )
-
     def __post_init__(self) -> None:
         for row in self.patterns:
             if row.kind not in SEVERITY or not row.pattern:
@@ -113,10 +87,6 @@ class HealthConfig:
                 )
             Pattern(pattern=row.pattern, kind=row.kind)
         check_not_negative("health", **vars(self.limits()))
-        check_not_negative("health", pair_bandwidth=self.pair_bandwidth)
-        check_positive("health", pair_size=self.pair_size, pair_time=self.pair_time, pair_retry=self.pair_retry)
-        if self.pair_size > MOST_PAIR_SIZE:
-            raise ConfigError(f"health.pair_size={self.pair_size}: expected at most {MOST_PAIR_SIZE:g} MiB")
         check_positive("health", flapping_cuts=self.flapping_cuts, flapping_window=self.flapping_window)
         if self.nan_loss not in ("tell", "stop"):
             raise ConfigError(f"health.nan_loss={self.nan_loss}: expected tell or stop")

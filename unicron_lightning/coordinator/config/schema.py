@@ -308,7 +308,6 @@ class CoordinatorConfig:
             "silence": self.detection.silence(),
             "watch": self.detection.watch(),
             "health": self.health.limits(),
-            "pairs": self.health.pairs(),
             "patterns": tuple(Pattern(pattern=row.pattern, kind=row.kind) for row in self.health.patterns),
         }
         same = {each.name: given[each.name] for each in fields(Limits) if each.name in given}

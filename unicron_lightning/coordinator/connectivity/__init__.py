@@ -1,1 +1,1 @@
-"""Checks of links between nodes: exchanges before agents have workers, probes when nodes do not reach each other."""
+"""Checks of links between nodes: probes when nodes do not reach each other, and the choice of those that continue."""

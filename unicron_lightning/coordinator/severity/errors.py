@@ -105,7 +105,7 @@ KINDS: Final = (
         name="link_degraded",
         method="",
         severity="SEV3",
-        seen="the exchange of data before a node's admission fails, or is slow",
+        seen="a message that `health.patterns` maps to it; the simulator's slow links",
     ),
     ErrorKind(name="silent", method="", severity="SEV2", seen="no heartbeat of a worker for `worker_timeout`"),
     ErrorKind(name="recovery_stuck", method="", severity="SEV2", seen="no report for an epoch, or no entry, in time"),
