@@ -32,7 +32,6 @@ class TimerKey(NamedTuple):
 
 
 _SILENCE = SilenceLimits(beat=0.5, least=1.2, most=4.5)
-_HEALTH = HealthLimits()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,7 @@ class Limits:
     pause_grace: float = 300.0
     worker_timeout: float = 10.0
     silence: SilenceLimits = _SILENCE
-    health: HealthLimits = _HEALTH
+    health: HealthLimits = field(default_factory=HealthLimits)
     flapping_cuts: int = 3
     flapping_window: float = 300.0
     warm_standby: bool = False

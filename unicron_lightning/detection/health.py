@@ -11,20 +11,22 @@ from unicron_lightning.detection.patterns import classify
 _GIB: Final = 1 << 30
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class HealthLimits:
-    """Limits of a healthy node; 0 switches a check off. See the group ``health`` of the configuration."""
+    """Limits of a healthy node; 0 switches a check off. The group ``health`` of the configuration inherits them, so
+    that they are not frozen: Hydra cannot override values of a frozen schema.
+    """
 
     disk_free: float = 0.1
-    """Minimum GiB free on each checked file system."""
+    """Minimum GiB free in the folder for temporary files, and where the agent runs: with less, no workers start."""
     memory_free: float = 2.0
-    """Minimum percent of the host's memory that is available."""
+    """Minimum percent of the host's memory that is available: with less, no workers start."""
     memory_pressure: float = 50.0
-    """Maximum percent of the last ten seconds in which all processes waited for memory."""
+    """Maximum percent of the last ten seconds in which all processes waited for memory: more is reported."""
     gpu_temperature: float = 90.0
-    """Maximum temperature in degrees Celsius."""
+    """Maximum temperature in degrees Celsius: more is reported."""
     nvlink_errors: int = 1
-    """Number of recoveries of a link, since the agent started, that is a problem."""
+    """Number of recoveries of a GPU's link, since the agent started, for which the node is cordoned."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from unicron_lightning.coordinator.allocation.estimates import (
     performances,
     transition_times,
 )
+from unicron_lightning.coordinator.config import PlannerConfig
 from unicron_lightning.coordinator.incidents.record import Lifetimes, Measured, MeasuredTransition, Speed
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.state import Task, Worker, decode_task, encode
@@ -88,20 +89,21 @@ def test_the_shape_is_measured_even_if_the_flops_are_unknown():
 
 def test_measured_transitions_feed_the_planner():
     seen = [MeasuredTransition(kind="grow_in_place", seconds=4.0, at=float(at)) for at in range(20)]
-    times = transition_times({"t": task(transitions=seen), "other": task("other")})
+    times = transition_times({"t": task(transitions=seen), "other": task("other")}, PlannerConfig())
     assert times.of_kind("t", TransitionKind.GROW_IN_PLACE).median_seconds == pytest.approx(4.0, rel=0.3)
     assert times.of_kind("t", TransitionKind.RESTART).median_seconds == pytest.approx(15.0)
     assert times.of_kind("other", TransitionKind.GROW_IN_PLACE).median_seconds > 1.5, "other tasks count too"
 
 
 def test_failures_seen_shorten_the_time_to_the_next():
-    calm = failure_model({}, Lifetimes(slot_seconds=1e7, worker_seconds=1e7))
+    calm = failure_model({}, Lifetimes(slot_seconds=1e7, worker_seconds=1e7), PlannerConfig())
     rough = failure_model(
         {"t": task(lifetimes=Lifetimes(slot_seconds=1e5, worker_seconds=1e5, slots_lost=3, workers_lost=7))},
         Lifetimes(),
+        PlannerConfig(),
     )
     assert rough.running_seconds(6) < calm.running_seconds(6) / 5
-    assert calm.running_seconds(1) > failure_model({}, Lifetimes()).running_seconds(1)
+    assert calm.running_seconds(1) > failure_model({}, Lifetimes(), PlannerConfig()).running_seconds(1)
 
 
 def test_what_was_measured_is_kept_with_the_task():

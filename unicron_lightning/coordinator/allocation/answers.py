@@ -54,19 +54,8 @@ class Knowledge:
     def of(cls, cluster: Cluster, planner: PlannerConfig) -> Knowledge:
         """Combine measurements with the configured estimates."""
         tasks, lasting = cluster.tasks, cluster.lasting
-        failures = estimates.failure_model(
-            tasks,
-            lasting.lifetimes,
-            slot_mtbf=planner.node_mtbf_hours * 3600.0,
-            worker_mtbf=planner.worker_mtbf_hours * 3600.0,
-        )
-        transitions = estimates.transition_times(
-            tasks,
-            shrink_seconds=planner.shrink_seconds,
-            grow_seconds=planner.grow_seconds,
-            restart_seconds=planner.restart_seconds,
-            cold_seconds=planner.cold_seconds,
-        )
+        failures = estimates.failure_model(tasks, lasting.lifetimes, planner)
+        transitions = estimates.transition_times(tasks, planner)
         return cls(
             performances=estimates.performances(tasks, lasting.jobs),
             running_seconds=failures.running_seconds,

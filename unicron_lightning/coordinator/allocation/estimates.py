@@ -3,13 +3,14 @@
 **Interface**, by number of *slots* (a slot is a worker in the planner's terms):
 
     performances(tasks, jobs)           -> {task id: PerformanceModel}, of all in one unit
-    transition_times(tasks)             -> TransitionTimes; .expected_seconds(task id), .of_kind(task id, kind)
-    failure_model(tasks, past)          -> FailureModel; .running_seconds(number of slots)
+    transition_times(tasks, planner)    -> TransitionTimes; .expected_seconds(task id), .of_kind(task id, kind)
+    failure_model(tasks, past, planner) -> FailureModel; .running_seconds(number of slots)
 
-where ``tasks`` are `state.Cluster.tasks` (or those that compete), ``jobs`` `state.Lasting.jobs` and ``past``
-`state.Lasting.lifetimes`. A job that has not begun has an entry in ``jobs`` only, an attached torchrun in ``tasks``
-only. Call these in the coordinator's own thread, as they read its state; the results are frozen and may be used in any
-thread. They stay the same until a measurement changes by more than noise, so that plans made ahead stay valid.
+where ``tasks`` are `state.Cluster.tasks` (or those that compete), ``jobs`` `state.Lasting.jobs`, ``past``
+`state.Lasting.lifetimes` and ``planner`` the group of the configuration. A job that has not begun has an entry in
+``jobs`` only, an attached torchrun in ``tasks`` only. Call these in the coordinator's own thread, as they read its
+state; the results are frozen and may be used in any thread. They stay the same until a measurement changes by more than
+noise, so that plans made ahead stay valid.
 
 How T(t,x) is made:
 
@@ -35,6 +36,7 @@ from unicron_lightning.coordinator.state import Task
 from unicron_lightning.jobs import Job
 
 if TYPE_CHECKING:
+    from unicron_lightning.coordinator.config import PlannerConfig
     from unicron_lightning.planner.failures.model import FailureModel
     from unicron_lightning.planner.performance.calibrated import Measurement
     from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel
@@ -44,7 +46,7 @@ _PROFILE_ERROR: Final = 0.1
 """Relative standard error of a job's profile: a few measurements outweigh it."""
 _LEAST_SPREAD: Final = 0.02
 """Lower bound of a measured interval's relative deviation: equal values by chance are not exact."""
-_DAY: Final = 86400.0
+_HOUR: Final = 3600.0
 
 
 def performances(tasks: Mapping[str, Task], jobs: Mapping[str, Job]) -> dict[str, PerformanceModel]:
@@ -138,30 +140,20 @@ def flops_per_step(task: Task | None, job: Job | None) -> float | None:
     return None if task is None else task.measured.flops_per_step
 
 
-def transition_times(
-    tasks: Mapping[str, Task],
-    *,
-    shrink_seconds: float = 0.5,
-    grow_seconds: float = 1.0,
-    restart_seconds: float = 15.0,
-    cold_seconds: float = 30.0,
-) -> TransitionTimes:
+def transition_times(tasks: Mapping[str, Task], planner: PlannerConfig) -> TransitionTimes:
     """Return D_transition by task and kind, from measured transitions.
 
     Args:
         tasks: those that have begun.
-        shrink_seconds: median expected of `TransitionKind.SHRINK_IN_PLACE` before any was measured.
-        grow_seconds: the same of GROW_IN_PLACE.
-        restart_seconds: the same of RESTART.
-        cold_seconds: the same of RECONFIGURE_COLD.
+        planner: has the medians expected before any transition was measured.
     """
     from unicron_lightning.planner.transitions import Transition, TransitionKind, TransitionTime, TransitionTimes
 
     priors = {
-        TransitionKind.SHRINK_IN_PLACE: TransitionTime(median_seconds=shrink_seconds),
-        TransitionKind.GROW_IN_PLACE: TransitionTime(median_seconds=grow_seconds),
-        TransitionKind.RESTART: TransitionTime(median_seconds=restart_seconds),
-        TransitionKind.RECONFIGURE_COLD: TransitionTime(median_seconds=cold_seconds),
+        TransitionKind.SHRINK_IN_PLACE: TransitionTime(median_seconds=planner.shrink_seconds),
+        TransitionKind.GROW_IN_PLACE: TransitionTime(median_seconds=planner.grow_seconds),
+        TransitionKind.RESTART: TransitionTime(median_seconds=planner.restart_seconds),
+        TransitionKind.RECONFIGURE_COLD: TransitionTime(median_seconds=planner.cold_seconds),
     }
     measured = [(name, each) for name, task in tasks.items() for each in task.measured.transitions]
     measured.sort(key=lambda item: item[1].at)
@@ -178,21 +170,19 @@ def relayout_times(times: TransitionTimes, jobs: Mapping[str, Job]) -> Callable[
     return lambda name: times.of_kind(name, kind).expected_seconds if name in laid else 0.0
 
 
-def failure_model(
-    tasks: Mapping[str, Task], past: Lifetimes, *, slot_mtbf: float = 30 * _DAY, worker_mtbf: float = 30 * _DAY
-) -> FailureModel:
+def failure_model(tasks: Mapping[str, Task], past: Lifetimes, planner: PlannerConfig) -> FailureModel:
     """Return D_running by number of slots.
 
     Args:
         tasks: those that have begun.
         past: lifetimes of ended tasks.
-        slot_mtbf: mean seconds between the failures of one slot's agent, weighted like one observed failure.
-        worker_mtbf: the same for the workers of one slot.
+        planner: has the mean times between failures, each weighted like one observed failure.
     """
     from unicron_lightning.planner.failures.model import FailureModel
     from unicron_lightning.planner.failures.rate import RateBelief
 
-    slots, workers = RateBelief.from_mtbf(slot_mtbf), RateBelief.from_mtbf(worker_mtbf)
+    slots = RateBelief.from_mtbf(planner.node_mtbf_hours * _HOUR)
+    workers = RateBelief.from_mtbf(planner.worker_mtbf_hours * _HOUR)
     for each in (past, *(task.measured.lifetimes for task in tasks.values())):
         slots = slots.observed(num_failures=each.slots_lost, exposure_seconds=each.slot_seconds)
         workers = workers.observed(num_failures=each.workers_lost, exposure_seconds=each.slot_seconds)

@@ -6,7 +6,7 @@ Each error names the key and quotes its value.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.detection.health import HealthLimits
@@ -46,7 +46,7 @@ class PatternConfig:
 
 
 @dataclass(kw_only=True)
-class HealthConfig:
+class HealthConfig(HealthLimits):
     """Group ``health``: kinds of errors, and limits of a healthy node. See docs/detection.md."""
 
     patterns: list[PatternConfig] = field(default_factory=list)
@@ -57,26 +57,6 @@ class HealthConfig:
     """Number of broken and renewed connections of an agent within the window at which its link is flapping."""
     flapping_window: float = 300.0
     """Window of `flapping_cuts`, in seconds."""
-    disk_free: float = 0.1
-    """GiB: a node with less in the folder for temporary files, or where its agent runs, gets no workers."""
-    memory_free: float = 2.0
-    """Percent of memory: a node with less gets no workers."""
-    memory_pressure: float = 50.0
-    """Percent of ten seconds in which every process waited for memory: more is reported."""
-    gpu_temperature: float = 90.0
-    """Degrees Celsius: more is reported."""
-    nvlink_errors: int = 1
-    """Recoveries of a GPU's links since its agent started: the node is cordoned."""
-
-    def limits(self) -> HealthLimits:
-        """Return the limits for judging a node's health."""
-        return HealthLimits(
-            disk_free=self.disk_free,
-            memory_free=self.memory_free,
-            memory_pressure=self.memory_pressure,
-            gpu_temperature=self.gpu_temperature,
-            nvlink_errors=self.nvlink_errors,
-        )
 
     def __post_init__(self) -> None:
         for row in self.patterns:
@@ -86,7 +66,7 @@ class HealthConfig:
                     f"one of {', '.join(SEVERITY)}"
                 )
             Pattern(pattern=row.pattern, kind=row.kind)
-        check_not_negative("health", **vars(self.limits()))
+        check_not_negative("health", **{each.name: getattr(self, each.name) for each in fields(HealthLimits)})
         check_positive("health", flapping_cuts=self.flapping_cuts, flapping_window=self.flapping_window)
         if self.nan_loss not in ("tell", "stop"):
             raise ConfigError(f"health.nan_loss={self.nan_loss}: expected tell or stop")

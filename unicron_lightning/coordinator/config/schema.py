@@ -136,6 +136,14 @@ class PlannerConfig:
             raise ConfigError(f"planner.caution={self.caution}: expected standard errors, 0 or more")
 
 
+_ABOVE_ONE: Final = ("hang_factor", "degraded_factor", "straggler_factor")
+"""Keys of `DetectionConfig` that are factors; all others are times."""
+_MAY_BE_ZERO: Final = (
+    *("reconnect_grace", "restart_grace", "comm_error_grace", "join_grace", "hang_slack", "change_time"),
+    "degraded_time",
+)
+
+
 @dataclass(kw_only=True)
 class DetectionConfig:
     """Group ``detection``: time limits of failure detection. It has no defaults here: see conf/detection."""
@@ -198,38 +206,11 @@ class DetectionConfig:
     """Duration of slowness after which a task is degraded, or a rank a straggler."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            "detection",
-            timeout=self.timeout,
-            heartbeat=self.heartbeat,
-            register_timeout=self.register_timeout,
-            worker_timeout=self.worker_timeout,
-            pause_grace=self.pause_grace,
-            beat=self.beat,
-            least_silence=self.least_silence,
-            most_silence=self.most_silence,
-            recovery_time=self.recovery_time,
-            hook_time=self.hook_time,
-            data_time=self.data_time,
-            stall_time=self.stall_time,
-            start_time=self.start_time,
-            mute_time=self.mute_time,
-            collective_time=self.collective_time,
-            probe_time=self.probe_time,
-        )
-        check_above_one("detection", hang_factor=self.hang_factor, degraded_factor=self.degraded_factor)
-        check_above_one("detection", straggler_factor=self.straggler_factor)
-        check_not_negative(
-            "detection",
-            reconnect_grace=self.reconnect_grace,
-            restart_grace=self.restart_grace,
-            comm_error_grace=self.comm_error_grace,
-            join_grace=self.join_grace,
-            pause_grace=self.pause_grace,
-            hang_slack=self.hang_slack,
-            change_time=self.change_time,
-            degraded_time=self.degraded_time,
-        )
+        values = vars(self)
+        others = [name for name in values if name not in (*_ABOVE_ONE, *_MAY_BE_ZERO)]
+        check_positive("detection", **{name: values[name] for name in others})
+        check_above_one("detection", **{name: values[name] for name in _ABOVE_ONE})
+        check_not_negative("detection", **{name: values[name] for name in _MAY_BE_ZERO})
 
     def watch(self) -> WatchLimits:
         """Return the limits that workers use."""
@@ -307,7 +288,7 @@ class CoordinatorConfig:
         made: dict[str, Any] = {
             "silence": self.detection.silence(),
             "watch": self.detection.watch(),
-            "health": self.health.limits(),
+            "health": self.health,
             "patterns": tuple(Pattern(pattern=row.pattern, kind=row.kind) for row in self.health.patterns),
         }
         same = {each.name: given[each.name] for each in fields(Limits) if each.name in given}

@@ -12,6 +12,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation import estimates
 from unicron_lightning.coordinator.allocation.answers import Knowledge, allocation_of, keep, state_of
 from unicron_lightning.coordinator.allocation.request import Question
+from unicron_lightning.coordinator.config import PlannerConfig
 from unicron_lightning.coordinator.incidents.facts import LifeBegun
 from unicron_lightning.coordinator.state import Cluster
 from unicron_lightning.jobs import Job, stating
@@ -252,17 +253,17 @@ def _knowledge(cluster: Cluster, performances: Mapping[str, PerformanceModel], c
         costs: an operator's estimates of transitions before any was measured.
     """
     tasks = cluster.tasks
-    hours = costs.extra.get("node_mtbf_hours", 720.0), costs.extra.get("worker_mtbf_hours", 720.0)
-    failures = estimates.failure_model(
-        tasks, cluster.lasting.lifetimes, slot_mtbf=hours[0] * 3600.0, worker_mtbf=hours[1] * 3600.0
-    )
-    transitions = estimates.transition_times(
-        tasks,
+    start = max(1e-3, costs.takes("start") + costs.takes("join"))
+    planner = PlannerConfig(
+        node_mtbf_hours=costs.extra.get("node_mtbf_hours", 720.0),
+        worker_mtbf_hours=costs.extra.get("worker_mtbf_hours", 720.0),
         shrink_seconds=max(1e-3, costs.takes("continue")),
         grow_seconds=max(1e-3, costs.takes("join")),
-        restart_seconds=max(1e-3, costs.takes("start") + costs.takes("join")),
-        cold_seconds=max(1e-3, costs.takes("start") + costs.takes("join")),
+        restart_seconds=start,
+        cold_seconds=start,
     )
+    failures = estimates.failure_model(tasks, cluster.lasting.lifetimes, planner)
+    transitions = estimates.transition_times(tasks, planner)
     return Knowledge(
         performances=performances,
         running_seconds=failures.running_seconds,
