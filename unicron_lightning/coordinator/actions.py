@@ -188,6 +188,14 @@ class Turn:
         """Log an event of the task under its open incident, and save the task."""
         self.emit_for(task, task.incident, name, fields)
 
+    def emit_apart(self, task: Task, name: str, **fields: Any) -> None:
+        """Log an event of the task that belongs to no incident, and save the task."""
+        self.emit_for(task, None, name, fields)
+
+    def emit_of_cluster(self, name: str, *, of: str | None = None, **fields: Any) -> None:
+        """Log an event of the cluster, or of the task with the id ``of``, that changes no task's state."""
+        self.actions.append(ev.Emit(name=name, task=of, incident=None, fields=fields))
+
     def emit_for(
         self, task: Task, incident: str | None, name: str, fields: dict[str, Any], fact: Fact | None = None
     ) -> None:

@@ -68,12 +68,12 @@ def set_back(cluster: Cluster, turn: Turn, task_id: str, stored: Task | None, wh
     cluster.tasks.pop(task_id, None)
     if stored is not None:
         cluster.tasks[task_id] = stored
-        _log(turn, "task_set_back", task_id, why)
+        turn.emit_of_cluster("task_set_back", of=task_id, reason=why)
         parts.restore(stored, turn)
         turn.to_review[task_id] = stored
         return
     turn.actions.append(ev.Forget(task=task_id))
-    _log(turn, "task_set_back", task_id, why)
+    turn.emit_of_cluster("task_set_back", of=task_id, reason=why)
     if (job := cluster.lasting.jobs.get(task_id)) is not None:
         jobs.adopt(cluster, turn, job, created_at=job.submitted_at)
 
@@ -85,7 +85,7 @@ def stop(cluster: Cluster, turn: Turn, task_id: str, why: str) -> None:
     if old is None:
         _disconnect(cluster, turn, task_id)
         turn.actions.append(ev.Forget(task=task_id))
-        _log(turn, "task_stopped", task_id, reason)
+        turn.emit_of_cluster("task_stopped", of=task_id, reason=reason)
         return
     task = Task(
         id=task_id,
@@ -105,7 +105,7 @@ def stop(cluster: Cluster, turn: Turn, task_id: str, why: str) -> None:
             turn.timer("lost", turn.limits.reconnect_grace, task=task_id, agent=each.id)
     cluster.tasks[task_id] = task
     jobs.ended(task, turn, state="failed", reason=reason)
-    _log(turn, "task_stopped", task_id, reason)
+    turn.emit_of_cluster("task_stopped", of=task_id, reason=reason)
     turn.save(task)
     turn.to_review[task_id] = task
 
@@ -116,10 +116,6 @@ def _disconnect(cluster: Cluster, turn: Turn, task_id: str) -> None:
     for conn in conns:
         cluster.conns.pop(conn, None)
         turn.close(conn, "the task was set back: register again")
-
-
-def _log(turn: Turn, name: str, task_id: str, why: str) -> None:
-    turn.actions.append(ev.Emit(name=name, task=task_id, incident=None, fields={"reason": why}))
 
 
 def _count(table: dict[str, list[float]], key: str, now: float) -> int:

@@ -180,14 +180,13 @@ class Machine:
         cluster.conns, cluster.pending, cluster.idle = {}, {}, True
         cluster.asked, turn.places_changed = None, True
         gathered(cluster, turn)
-        turn.actions.append(ev.Emit(name="coordinator_started", task=None, incident=None, fields=event.about))
+        turn.emit_of_cluster("coordinator_started", **event.about)
         ended = [task.id for task in cluster.tasks.values() if task.over is not None]
         for task_id in ended:
             del cluster.tasks[task_id]
             turn.actions.append(ev.Forget(task=task_id))
         if cluster.tasks:
-            fields = {"tasks": sorted(cluster.tasks)}
-            turn.actions.append(ev.Emit(name="coordinator_restored", task=None, incident=None, fields=fields))
+            turn.emit_of_cluster("coordinator_restored", tasks=sorted(cluster.tasks))
         for task in list(cluster.tasks.values()):
             self._touched = {task.id: None}
             parts.restore(task, turn)
@@ -299,7 +298,7 @@ class Machine:
         assert event.nodes is None or task.min_nodes <= event.nodes <= task.max_nodes
         task.target = event.nodes
         turn.places_changed = True
-        turn.emit_for(task, None, "task_resized", {"nodes": event.nodes})
+        turn.emit_apart(task, "task_resized", nodes=event.nodes)
         self._review(turn, task)
 
     def _cancel(self, turn: Turn, event: ev.Cancel) -> None:

@@ -356,6 +356,10 @@ class Task(msgspec.Struct, kw_only=True):
         """Members that neither died nor finished."""
         return [member for member in self.members() if member.worker in self.workers]
 
+    def rank_of(self, worker: str | None) -> int | None:
+        """Return the global rank of a worker in the newest epoch; None if it is no member."""
+        return next((rank for rank, member in enumerate(self.members()) if member.worker == worker), None)
+
     def as_member(self, worker: Worker) -> wire.Member:
         """Return the worker as a member of an epoch."""
         of = self.agents[worker.agent]

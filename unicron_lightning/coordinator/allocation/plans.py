@@ -16,6 +16,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -99,7 +100,7 @@ def take_plan(cluster: Cluster, turn: Turn, event: ev.Planned) -> None:
 
 
 def _put_in_force(
-    cluster: Cluster, turn: Turn, key: str, places: Places, wanted: Mapping[str, int], about: Mapping[str, object]
+    cluster: Cluster, turn: Turn, key: str, places: Places, wanted: Mapping[str, int], about: Mapping[str, Any]
 ) -> None:
     lasting = cluster.lasting
     before = dict(lasting.assigned)
@@ -112,9 +113,9 @@ def _put_in_force(
     counts = Counter(lasting.assigned.values())
     was, lasting.allocation = lasting.allocation, {task: counts[task] for task in sorted(wanted)}
     turn.save_lasting()
-    fields = {"allocation": lasting.allocation, "before": was, "places": lasting.assigned, **about}
     if was != lasting.allocation or before != lasting.assigned:
-        turn.actions.append(ev.Emit(name="plan_made", task=None, incident=None, fields=fields))
+        allocation, places_of = lasting.allocation, lasting.assigned
+        turn.emit_of_cluster("plan_made", allocation=allocation, before=was, places=places_of, **about)
     for task in competing_tasks(cluster):
         if counts[task.id]:
             keep_running(task, turn)

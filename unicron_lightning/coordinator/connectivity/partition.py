@@ -267,7 +267,7 @@ def _admit(task: Task, turn: Turn, node: str) -> None:
         agent.parted = ""
         turn.send(agent, wire.Barred(reason=agent.barred))
     turn.places_changed = True
-    turn.emit_for(task, None, "node_readmitted", {"node": node, "seconds": seconds})
+    turn.emit_apart(task, "node_readmitted", node=node, seconds=seconds)
 
 
 # ---- queries ---------------------------------------------------------------------------------------------------------

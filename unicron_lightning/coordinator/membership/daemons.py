@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
+from typing import Any
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -57,8 +58,8 @@ def hello(cluster: Cluster, turn: Turn, conn: int, message: NodeHello) -> None:
         tasks=tasks,
         unsent=True,
     )
-    fields = {"node": message.node, "host": message.host, "pid": message.pid, "slots": message.slots, "resumed": same}
-    turn.actions.append(ev.Emit(name="node_registered", task=None, incident=None, fields=fields))
+    about: dict[str, Any] = {"node": message.node, "host": message.host, "pid": message.pid, "slots": message.slots}
+    turn.emit_of_cluster("node_registered", **about, resumed=same)
     _changed(turn)
 
 
@@ -70,8 +71,7 @@ def report(turn: Turn, node: Node, message: NodeReport) -> None:
         known = before.get(_key(each))
         if each.pid is None and each.code is not None and (known is None or known.pid is not None):
             fields = {"node": node.label, "slot": each.slot, "code": each.code, "starts": each.starts}
-            fields["reason"] = each.reason
-            turn.actions.append(ev.Emit(name="launch_ended", task=each.job.name, incident=None, fields=fields))
+            turn.emit_of_cluster("launch_ended", of=each.job.name, **fields, reason=each.reason)
     node.tasks = tasks
     turn.places_changed = True  # not saved: daemons report it again
 
@@ -89,7 +89,7 @@ def lost_due(cluster: Cluster, turn: Turn, label: str) -> None:
         return
     del cluster.nodes[label]
     cluster.lasting.record_lost(label, turn.now)
-    turn.actions.append(ev.Emit(name="node_lost", task=None, incident=None, fields={"node": label}))
+    turn.emit_of_cluster("node_lost", node=label)
     _changed(turn)
 
 
@@ -203,8 +203,7 @@ def _usable(turn: Turn, node: str, tasks: Sequence[NodeTask]) -> list[NodeTask]:
         if (wrong := problem(each.job)) is None:
             usable.append(each)
         else:
-            fields = {"node": node, "slot": each.slot, "reason": wrong}
-            turn.actions.append(ev.Emit(name="job_not_adopted", task=None, incident=None, fields=fields))
+            turn.emit_of_cluster("job_not_adopted", node=node, slot=each.slot, reason=wrong)
     return usable
 
 

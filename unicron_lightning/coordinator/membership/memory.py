@@ -89,8 +89,8 @@ def offer(task: Task, turn: Turn) -> tuple[wire.StateOffer, ...]:
         record.offered = tuple(offer for offer in found if all(offer.digests))[:_OFFERED]
         record.offered_in, record.wait = task.life, "none"
         turn.cancel("memory", task=task.id)
-        fields = {"life": task.life, "steps": [offer.version.step for offer in record.offered]}
-        turn.emit_for(task, None, "memory_offered", fields)
+        steps = [offer.version.step for offer in record.offered]
+        turn.emit_apart(task, "memory_offered", life=task.life, steps=steps)
     return offered(task)
 
 

@@ -108,8 +108,8 @@ def register(
     turn.send(agent, registered(turn.limits, turn.connections))
     if message.reading is not None:
         reports.handle_reading(task, turn, agent, message.reading)
-    fields = {"agent": agent.id, "node": agent.node, "host": agent.host, "pid": agent.pid, "resumed": resumed}
-    turn.emit_for(task, None, "agent_registered", fields)
+    about = {"agent": agent.id, "node": agent.node, "host": agent.host, "pid": agent.pid, "resumed": resumed}
+    turn.emit_apart(task, "agent_registered", **about)
     if task.over is not None:
         turn.send(agent, wire.TaskOver(succeeded=task.over))
     elif resumed:

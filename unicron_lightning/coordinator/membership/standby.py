@@ -101,7 +101,7 @@ def _warm(task: Task, turn: Turn, agent: Agent) -> None:
     agent.waiting = False
     agent.warm = True
     send_warm_grant(task, turn, agent)
-    turn.emit_for(task, None, "standby_warms", {"agent": agent.id, "node": agent.node, "round": agent.round})
+    turn.emit_apart(task, "standby_warms", agent=agent.id, node=agent.node, round=agent.round)
 
 
 def _cool(task: Task, turn: Turn, agent: Agent) -> None:
@@ -109,7 +109,7 @@ def _cool(task: Task, turn: Turn, agent: Agent) -> None:
     leave_slot(task, agent)
     agent.stopping = True
     turn.send(agent, wire.Stop(reason="its workers are no longer kept warm"))
-    turn.emit_for(task, None, "standby_cools", {"agent": agent.id, "node": agent.node})
+    turn.emit_apart(task, "standby_cools", agent=agent.id, node=agent.node)
 
 
 PART: Final = Part(review=review_standbys)

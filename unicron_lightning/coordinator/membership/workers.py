@@ -63,8 +63,7 @@ def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> No
         if agent.warm:
             if message.worker not in agent.hellos:
                 agent.hellos[message.worker] = message
-                fields = {"worker": message.worker, "pid": message.pid}
-                turn.emit_for(task, None, "warm_worker_hello", fields)
+                turn.emit_apart(task, "warm_worker_hello", worker=message.worker, pid=message.pid)
             return
         worker = Worker(
             id=message.worker,
@@ -78,7 +77,7 @@ def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> No
         task.workers[worker.id] = worker
         if worker.founder:  # all founders get the same checkpoints
             task.ending = []
-        turn.emit_for(task, None, "worker_hello", {"worker": worker.id, "pid": worker.pid, "founder": worker.founder})
+        turn.emit_apart(task, "worker_hello", worker=worker.id, pid=worker.pid, founder=worker.founder)
     welcome(task, turn, agent, worker)
 
 
@@ -151,7 +150,7 @@ def ready(task: Task, turn: Turn, worker: Worker, message: wire.WorkerReady) -> 
         return
     if not worker.built:
         worker.built = True
-        turn.emit_for(task, None, "worker_ready_to_join", {"worker": worker.id, "epoch": message.epoch})
+        turn.emit_apart(task, "worker_ready_to_join", worker=worker.id, epoch=message.epoch)
     if message.epoch > 0 and (message.epoch == task.number or task.rebuilding) and not task.settled:
         worker.ready = message.epoch
         worker.state = message.state
@@ -178,8 +177,8 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
         agent.hellos.pop(message.worker, None)
         turn.save(task)
         if agent.warm:  # it was not part of the task, so nothing has failed; torchrun restarts it
-            fields = {"worker": message.worker, "cause": message.cause, "code": message.code}
-            turn.emit_for(task, None, "warm_worker_died", fields)
+            about = {"worker": message.worker, "cause": message.cause, "code": message.code}
+            turn.emit_apart(task, "warm_worker_died", **about)
         elif not ended_well and not task.regrouping and not agent.stopping:  # else: stopped on our order
             if not task.elastic:
                 open_incident(task)
@@ -236,7 +235,7 @@ def finished(task: Task, turn: Turn, worker: Worker, *, how: str) -> None:
     if worker.id in needed(task):
         task.finished.append(worker.id)
     remove_worker(task, worker)
-    turn.emit_for(task, None, "worker_finished", {"worker": worker.id, "how": how, "step": worker.step})
+    turn.emit_apart(task, "worker_finished", worker=worker.id, how=how, step=worker.step)
 
 
 def changes_nothing(task: Task, message: wire.FromAgent) -> bool:
@@ -322,8 +321,8 @@ def _checkpoint_saved(task: Task, turn: Turn, message: wire.CheckpointSaved) -> 
     replaced = [known for known in there if (known.life, *_age(known)) != (one.life, *_age(one))]
     kept = [known for known in task.checkpoints if known not in replaced]
     task.checkpoints = sorted([one, *kept], key=_age, reverse=True)[:CHECKPOINTS_KEPT]
-    fields = {"worker": message.worker, "path": one.path, "step": one.step, "digest": one.digest}
-    turn.emit_for(task, None, "checkpoint_saved", fields)
+    about = {"worker": message.worker, "path": one.path, "step": one.step, "digest": one.digest}
+    turn.emit_apart(task, "checkpoint_saved", **about)
 
 
 _NEVER: Final = ("epoch_published", "epoch_settled")

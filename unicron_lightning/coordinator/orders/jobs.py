@@ -81,8 +81,8 @@ def submit(cluster: Cluster, turn: Turn, jobs: Sequence[Job]) -> None:
         if awaited:
             turn.lasting.held[job.name] = awaited
         adopt(cluster, turn, job, created_at=job.submitted_at)
-        fields = {"command": job.command, "weight": job.weight, "after": awaited}
-        turn.emit_for(cluster.tasks[job.name], None, "job_submitted", fields)
+        about = {"command": job.command, "weight": job.weight, "after": awaited}
+        turn.emit_apart(cluster.tasks[job.name], "job_submitted", **about)
 
 
 def adopt(cluster: Cluster, turn: Turn, job: Job, *, created_at: float) -> None:

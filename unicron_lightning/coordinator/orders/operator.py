@@ -29,7 +29,7 @@ def drain(cluster: Cluster, turn: Turn, event: ev.Drain) -> bool:
     else:
         return False
     name = "node_drains" if event.drained else "node_undrained"
-    turn.actions.append(ev.Emit(name=name, task=None, incident=None, fields={"node": event.node}))
+    turn.emit_of_cluster(name, node=event.node)
     turn.save_lasting()
     turn.places_changed = True
     return True

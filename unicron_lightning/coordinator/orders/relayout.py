@@ -53,7 +53,7 @@ def follow_plan(task: Task, turn: Turn) -> None:
 def order(task: Task, turn: Turn, layout: wire.Layout, by: str = "operator") -> None:
     """Record an order that `refusal` has accepted."""
     task.layouts.ordered = layout
-    turn.emit_for(task, None, "layout_ordered", {**layout.plain(), "before": _before(task), "by": by})
+    turn.emit_apart(task, "layout_ordered", **layout.plain(), before=_before(task), by=by)
     turn.to_review[task.id] = task
 
 
@@ -88,7 +88,7 @@ def put_in_force(task: Task, turn: Turn) -> None:
     layouts.before, layouts.in_force = layouts.in_force, layouts.ordered
     layouts.ordered, layouts.untried = None, True
     step = task.checkpoint.step if task.checkpoint else None
-    turn.emit_for(task, None, "layout_changes", {**layouts.in_force.plain(), "before": _before(task), "step": step})
+    turn.emit_apart(task, "layout_changes", **layouts.in_force.plain(), before=_before(task), step=step)
 
 
 def abandon(task: Task, turn: Turn, reason: str = "no member was left before a step was finished in it") -> None:

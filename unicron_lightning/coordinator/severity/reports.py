@@ -129,12 +129,11 @@ def _log(
     task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport, incident: str | None, *, symptom: bool = False
 ) -> None:
     kind = known(message.kind)
-    ranks = [rank for rank, member in enumerate(task.members()) if member.worker == message.worker]
     error = ErrorFact(
         node=agent.node,
         agent=agent.id,
         worker=message.worker,
-        rank=ranks[0] if ranks else None,
+        rank=task.rank_of(message.worker),
         phase=message.phase,
         step=message.step,
         kind=kind,
@@ -170,7 +169,7 @@ def handle_reading(task: Task, turn: Turn, agent: Agent, reading: wire.NodeReadi
     gone = sorted(set(agent.problems) - set(now))
     agent.problems = list(now)
     if gone:
-        turn.emit_for(task, None, "node_healthy", {"agent": agent.id, "node": agent.node, "checks": gone})
+        turn.emit_apart(task, "node_healthy", agent=agent.id, node=agent.node, checks=gone)
     before, agent.unhealthy = agent.unhealthy, "; ".join(barred)
     if before != agent.unhealthy:
         turn.places_changed = True

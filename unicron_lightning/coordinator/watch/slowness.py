@@ -37,15 +37,21 @@ def _look_at_steps(task: Task, turn: Turn, worker: str) -> None:
         watch.slow_since = 0.0
         if watch.degraded:
             watch.degraded = False
-            turn.emit_for(task, None, "task_normal", {"step": task.workers[worker].step})
+            turn.emit_apart(task, "task_normal", step=task.workers[worker].step)
         return
     assert pace is not None
     watch.slow_since = watch.slow_since or turn.now
     if not watch.degraded and turn.now - watch.slow_since >= limits.degraded_time:
         watch.degraded = True
-        fields = {"step": task.workers[worker].step, "times": round(pace.slowdown, 2)}
-        about = {"step_seconds": pace.median, "usual_seconds": pace.usual, "since": watch.slow_since}
-        turn.emit_for(task, None, "task_degraded", {**fields, **about})
+        turn.emit_apart(
+            task,
+            "task_degraded",
+            step=task.workers[worker].step,
+            times=round(pace.slowdown, 2),
+            step_seconds=pace.median,
+            usual_seconds=pace.usual,
+            since=watch.slow_since,
+        )
 
 
 def _look_at_ranks(task: Task, turn: Turn) -> None:
@@ -57,13 +63,12 @@ def _look_at_ranks(task: Task, turn: Turn) -> None:
     measured = busy.keys() | (watch.stragglers.keys() - paces.keys())  # not members in first steps
     for name in [name for name in watch.stragglers if name not in late and name in measured]:
         del watch.stragglers[name]
-        turn.emit_for(task, None, "straggler_over", {"worker": name})
+        turn.emit_apart(task, "straggler_over", worker=name)
     for name, since in watch.behind.items():
         if turn.now - since < limits.degraded_time:
             continue
         if name not in watch.stragglers:
-            rank = next((rank for rank, member in enumerate(task.members()) if member.worker == name), None)
-            fields = {"worker": name, "rank": rank, "node": task.agents[task.workers[name].agent].node}
+            node = task.agents[task.workers[name].agent].node
             about = {"micro_batch_seconds": busy[name], "times": late[name], "since": since}
-            turn.emit_for(task, None, "straggler", {**fields, **about})
+            turn.emit_apart(task, "straggler", worker=name, rank=task.rank_of(name), node=node, **about)
         watch.stragglers[name] = late[name]
