@@ -64,11 +64,9 @@ def _why_waiting_in_epoch(cluster: Cluster, task: Task, epoch: wire.Epoch) -> st
         late = [member.worker for member in task.live_members() if task.workers[member.worker].ready != task.number]
         return f"recovering: waits for {_few(late) or 'its agents'}; for detection.recovery_time at most"
     here = len({member.agent for member in epoch.members})
-    failed = task.severity.latest
-    last = [f"last failure, on {failed[-1].node}: {failed[-1].cause or failed[-1].kind}"] if failed else []
     ends = "another node joins, it is resized, or severity.hold_timeout has passed"
     holds = f"holds below its minimum: needs {counted(task.min_nodes, 'node')}, has {here}, until {ends}"
-    return "; ".join([holds, *_kept_out(cluster, task), *last])
+    return "; ".join(filter(None, [holds, *_kept_out(cluster, task), task.severity.last_words]))
 
 
 def _why_starting(task: Task) -> str | None:

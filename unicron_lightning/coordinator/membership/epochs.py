@@ -96,6 +96,14 @@ def expel(task: Task, turn: Turn, worker: Worker, reason: str) -> None:
         turn.send(agent, wire.Fence(worker=worker.id, reason=reason))
 
 
+def stop(task: Task, turn: Turn, *, rule: str, reason: str, **facts: object) -> None:
+    """End a task as failed, and have the processes of all its workers killed."""
+    turn.emit(task, "task_stopped", rule=rule, reason=reason, **facts)
+    for worker in list(task.workers.values()):
+        expel(task, turn, worker, "the task is stopped")
+    finish(task, turn, succeeded=False, reason=reason)
+
+
 def comm_error_due(task: Task, turn: Turn) -> None:
     """Retry with the same members: no death explained the communication error in time (SEV3, in place)."""
     number, task.comm_error_epoch = task.comm_error_epoch, 0

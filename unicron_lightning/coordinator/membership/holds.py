@@ -69,13 +69,9 @@ def _due(task: Task, turn: Turn) -> None:
 
 
 def _end(task: Task, turn: Turn, why: str) -> None:
-    failed = task.severity.latest
-    last = f"; the last failure, on {failed[-1].node}: {failed[-1].cause or failed[-1].kind}" if failed else ""
+    last = f"; the {task.severity.last_words}" if task.severity.latest else ""
     reason = f"held below the minimum of {task.min_nodes} nodes: {why}{last}"
-    turn.emit(task, "task_stopped", rule="held below the minimum", reason=reason)
-    for worker in list(task.workers.values()):
-        epochs.expel(task, turn, worker, "the task is stopped")
-    jobs.finish(task, turn, succeeded=False, reason=reason)
+    epochs.stop(task, turn, rule="held below the minimum", reason=reason)
 
 
 PART: Final = Part(restore=restore, timers={"hold": _due}, review=review)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import signal
 from typing import Final
 
+import msgspec
+
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import partition
 from unicron_lightning.coordinator.incidents.facts import FIRST_STEPS
 from unicron_lightning.coordinator.membership import epochs
-from unicron_lightning.coordinator.orders import jobs
 from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity.errors import known, was_sent
 from unicron_lightning.coordinator.severity.record import Awaited, Failure, UnattributedError
@@ -205,20 +206,9 @@ def failure_of(task: Task, turn: Turn, agent: Agent, told: UnattributedError, wo
     """Describe an error for the workflow; with a worker if the error ended it."""
     record, reporter = task.severity, task.workers.get(worker or "")
     fit = 0 if reporter is None else reporter.fit
-    return Failure(
-        kind=told.kind,
-        node=agent.node,
-        agent=agent.id,
-        worker=worker,
-        cause=told.cause,
-        step=record.step if told.step is None else record.steps(fit, told.step),
-        at=turn.now,
-        fault=told.fault,
-        place=told.place,
-        first=told.first,
-        frames=told.frames,
-        output=told.output,
-    )
+    place = {"node": agent.node, "agent": agent.id, "worker": worker, "at": turn.now}
+    step = record.step if told.step is None else record.steps(fit, told.step)
+    return Failure(**{**msgspec.structs.asdict(told), **place, "step": step})
 
 
 def refused(task: Task, turn: Turn, agent: Agent, told: UnattributedError, worker: str) -> None:
@@ -310,10 +300,7 @@ def _restart(task: Task, turn: Turn, left: list[Worker], fields: dict[str, objec
 
 
 def _stop(task: Task, turn: Turn, decision: Decision) -> None:
-    turn.emit(task, "task_stopped", rule=decision.rule, reason=decision.reason, **decision.facts)
-    for worker in list(task.workers.values()):
-        epochs.expel(task, turn, worker, "the task is stopped")
-    jobs.finish(task, turn, succeeded=False, reason=decision.reason)
+    epochs.stop(task, turn, rule=decision.rule, reason=decision.reason, **decision.facts)
 
 
 def _held_due(task: Task, turn: Turn, agent: Agent) -> None:

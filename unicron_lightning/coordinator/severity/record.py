@@ -14,20 +14,15 @@ EQUAL_FAILURES: Final = 3
 Awaited = Literal["", "reports", "entries"]
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An error that occurred."""
+class UnattributedError(msgspec.Struct, frozen=True, kw_only=True):
+    """Error that a worker without a hello reported before its process ended."""
 
     kind: str
     """One of `errors.KINDS`."""
-    node: str
-    agent: str
-    worker: str | None = None
     cause: str = ""
     """Readable cause: exit status, signal, ..."""
-    step: int = 0
-    """Number of optimizer steps finished when it occurred, as its worker reported, or else as known."""
-    at: float = 0.0
-    """time.time() of the coordinator."""
+    step: int | None = None
+    """Number of optimizer steps that the worker had finished in its fit; None if it did not report one."""
     fault: str = ""
     """Identifies an exception of the program, see `reports.fault_of`; "" for all other failures."""
     place: str = ""
@@ -40,18 +35,21 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Last lines of output of a worker that ended before its hello."""
 
 
-class UnattributedError(msgspec.Struct, frozen=True, kw_only=True):
-    """Error that a worker without a hello reported before its process ended."""
+class Failure(UnattributedError, frozen=True, kw_only=True):
+    """An error that occurred, with its place."""
 
-    kind: str
-    cause: str
-    step: int | None = None
-    """Number of optimizer steps that the worker had finished in its fit; None if it did not report one."""
-    fault: str = ""
-    place: str = ""
-    first: bool = False
-    frames: tuple[str, ...] = ()
-    output: tuple[str, ...] = ()
+    node: str
+    agent: str
+    worker: str | None = None
+    step: int = 0
+    """Number of optimizer steps finished when it occurred, as its worker reported, or else as known."""
+    at: float = 0.0
+    """time.time() of the coordinator."""
+
+    @property
+    def what(self) -> str:
+        """Its cause, or else its kind."""
+        return self.cause or self.kind
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +164,16 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
     def tries(self) -> int:
         """Number of failed tries since the last progress."""
         return max(self.attempts, self.most_starts)
+
+    @property
+    def newest(self) -> Failure | None:
+        """The newest failure since the last progress, judged or not."""
+        return max([*self.failed, *self.unjudged], key=lambda failure: failure.at, default=None)
+
+    @property
+    def last_words(self) -> str:
+        """Place and cause of the last failure, whatever progress there was; "" if there was none."""
+        return f"last failure, on {self.latest[-1].node}: {self.latest[-1].what}" if self.latest else ""
 
     @property
     def repeated(self) -> str | None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, Union
 
@@ -102,27 +102,28 @@ Seen = Union[Error, Named, StepsFinished, Settled, NewLife, Overdue]
 
 def handle(record: SeverityRecord, seen: Seen, limits: Limits, view: FailureContext, now: float) -> list[Decision]:
     """Process one input; ``now`` is time.time()."""
+    here = Case(record=record, limits=limits, view=view, now=now)
     match seen:
         case Error():
-            return _error(record, seen, limits, view, now)
+            return _error(here, seen)
         case Named():
             record.named[seen.agent] = record.named.get(seen.agent, 0) + 1
         case StepsFinished():
             _progress(record, seen.step, limits)
         case Settled():
-            decisions = _judge(record, seen.step, limits, view, now)
+            decisions = _judge(here, seen.step)
             record.base = record.step
             before, step = record.joined, record.step
             record.joined = {w: before.get(w) or Joined(node=n, step=step) for w, n in seen.members.items()}
             return decisions
         case NewLife():
-            return _new_life(record, limits, view, now)
+            return _new_life(here)
         case Overdue():
             stuck = [
                 Failure(kind="recovery_stuck", node=node, agent=agent, step=record.step, at=now)
                 for agent, node in seen.agents
             ]
-            return [decision for failure in stuck for decision in _alive(record, failure, limits, view, now)]
+            return [decision for failure in stuck for decision in _alive(here, failure)]
     return []
 
 
@@ -141,16 +142,16 @@ def suspect(record: SeverityRecord, view: FailureContext) -> tuple[str, str, str
     return (*named[-1], why)
 
 
-def _error(record: SeverityRecord, seen: Error, limits: Limits, view: FailureContext, now: float) -> list[Decision]:
-    failure = seen.failure
+def _error(here: Case, seen: Error) -> list[Decision]:
+    record, failure = here.record, seen.failure
     alone = failure.worker in record.joined or not seen.training
-    case = Case(record=record, limits=limits, view=view, now=now, error=failure, alone=alone)
+    case = replace(here, error=failure, alone=alone)
     if case.wrong_value:
         return [_refused(case)]
     if failure.worker is None and SEVERITY[failure.kind] == "SEV3":
-        return _connection(record, failure, limits, view, now)
+        return _connection(here, failure)
     if failure.worker is None:
-        return _alive(record, failure, limits, view, now)
+        return _alive(here, failure)
     if failure.worker in record.joined:
         # its progress is not known yet
         record.unjudged.append(failure)
@@ -167,13 +168,11 @@ def _error(record: SeverityRecord, seen: Error, limits: Limits, view: FailureCon
             _repeat(record, f"{failure.fault} (agent {failure.agent})")
     if not seen.sent:
         _count(record, failure)
-    return [*_decide(record, failure, limits, view, now), *_give_up(record, limits, view, now)]
+    return [*_decide(here, failure), *_give_up(here)]
 
 
-def _connection(
-    record: SeverityRecord, failure: Failure, limits: Limits, view: FailureContext, now: float
-) -> list[Decision]:
-    case = Case(record=record, limits=limits, view=view, now=now, error=failure)
+def _connection(here: Case, failure: Failure) -> list[Decision]:
+    case, record, now = replace(here, error=failure), here.record, here.now
     rule = first("SEV3", case)
     assert rule is not None
     facts: dict[str, object] = {"times": case.retried}
@@ -184,7 +183,7 @@ def _connection(
         ]
     if rule.action == "tell":
         return [Decision(rule=rule.name, action="tell", error=failure, reason=failure.cause, facts={})]
-    if rule.action == "reattempt" or (blamed := suspect(record, view)) is None:
+    if rule.action == "reattempt" or (blamed := suspect(record, here.view)) is None:
         record.reattempts.append(now)
         return [Decision(rule=rule.name, action="reattempt", error=failure, reason=failure.cause, facts=facts)]
     agent, node, why = blamed
@@ -193,16 +192,14 @@ def _connection(
     record.reattempts.clear()
     record.named.clear()
     decision = Decision(rule=rule.name, action="escalate", error=escalated, reason=reason, facts=facts)
-    return [decision, *_alive(record, escalated, limits, view, now)]
+    return [decision, *_alive(here, escalated)]
 
 
-def _alive(
-    record: SeverityRecord, failure: Failure, limits: Limits, view: FailureContext, now: float
-) -> list[Decision]:
+def _alive(here: Case, failure: Failure) -> list[Decision]:
     """Handle an error of an agent as a whole: it is decided at once, but it may also fail the epoch."""
-    record.unjudged.append(failure)
-    _count(record, failure)
-    return _decide(record, failure, limits, view, now)
+    here.record.unjudged.append(failure)
+    _count(here.record, failure)
+    return _decide(here, failure)
 
 
 def _progress(record: SeverityRecord, step: int, limits: Limits) -> None:
@@ -223,8 +220,9 @@ def _progress(record: SeverityRecord, step: int, limits: Limits) -> None:
         record.failed.clear()
 
 
-def _judge(record: SeverityRecord, step: int, limits: Limits, view: FailureContext, now: float) -> list[Decision]:
+def _judge(here: Case, step: int) -> list[Decision]:
     """Judge the failures of the ended epoch, now that its progress is known."""
+    record, limits, now = here.record, here.limits, here.now
     lasted: list[tuple[Failure, Joined]] = []
     for failure in record.unjudged:
         came = record.joined.pop(failure.worker or "", None)  # it has no part in steps that finish from here on
@@ -248,8 +246,8 @@ def _judge(record: SeverityRecord, step: int, limits: Limits, view: FailureConte
     if failed and record.step in (record.mark, record.base) and _is_another(record.attempted_at, now):
         record.attempts, record.attempted_at = record.attempts + 1, now
     new = [failure for failure in failures if failure.worker is not None]
-    decided = [decision for failure in new for decision in _decide(record, failure, limits, view, now)]
-    return [*decided, *_give_up(record, limits, view, now)]
+    decided = [decision for failure in new for decision in _decide(here, failure)]
+    return [*decided, *_give_up(here)]
 
 
 def _compare(record: SeverityRecord, failure: Failure) -> None:
@@ -297,14 +295,15 @@ def _is_another(before: float | None, now: float) -> bool:
     return before is None or now - before >= ATTEMPT_SECONDS
 
 
-def _new_life(record: SeverityRecord, limits: Limits, view: FailureContext, now: float) -> list[Decision]:
+def _new_life(here: Case) -> list[Decision]:
+    record = here.record
     # Counted once per life: its members often fail by the same exception, one after the other.
     raised, record.raised = [*record.raised, *(failure.fault for failure in record.unjudged)], []
     for fault in _unique(filter(None, raised)):
         _repeat(record, fault)
     if any(failure.kind != "lost_connection" for failure in record.unjudged):
         record.lives += 1
-    decisions = _judge(record, record.step, limits, view, now)
+    decisions = _judge(here, record.step)
     record.raised.clear()
     record.step = record.base = 0
     record.joined.clear()
@@ -313,10 +312,8 @@ def _new_life(record: SeverityRecord, limits: Limits, view: FailureContext, now:
     return decisions
 
 
-def _decide(
-    record: SeverityRecord, failure: Failure, limits: Limits, view: FailureContext, now: float
-) -> list[Decision]:
-    case = Case(record=record, limits=limits, view=view, now=now, error=failure)
+def _decide(here: Case, failure: Failure) -> list[Decision]:
+    case, record = replace(here, error=failure), here.record
     # For a process that is gone, SEV3's reaction in place comes too late.
     severity = max(SEVERITY[failure.kind], "SEV2", key=("SEV3", "SEV2", "SEV1").index)
     rule = first(severity, case)
@@ -324,7 +321,7 @@ def _decide(
     facts: dict[str, object] = {"severity": severity}
     if "needed" in rule.name:
         facts["withheld"] = "cordon"
-    what = failure.cause or failure.kind
+    what = failure.what
     reason = f"{case.in_a_row} failures in a row, the last: {what}" if case.blamed else what
     if rule.action == "cordon":
         record.series.pop(failure.node, None)
@@ -334,17 +331,17 @@ def _decide(
     return [Decision(rule=rule.name, action=rule.action, error=failure, reason=reason, facts=facts)]
 
 
-def _give_up(record: SeverityRecord, limits: Limits, view: FailureContext, now: float) -> list[Decision]:
-    rule = first("judged", Case(record=record, limits=limits, view=view, now=now))
+def _give_up(here: Case) -> list[Decision]:
+    record, rule = here.record, first("judged", here)
     if rule is None:
         return []
     counts = {"attempts": record.attempts, "lives": record.lives, "starts": record.most_starts}
-    last = [f"{failure.worker or failure.agent}: {failure.cause or failure.kind}" for failure in record.failed[-5:]]
+    last = [f"{failure.worker or failure.agent}: {failure.what}" for failure in record.failed[-5:]]
     facts = {
         "step": record.mark,
         **counts,
         "nodes": _unique(failure.node for failure in record.failed),
-        "causes": _unique(failure.cause or failure.kind for failure in record.failed),
+        "causes": _unique(failure.what for failure in record.failed),
         "last": last,
     }
     if rule.name == "the program fails":
@@ -356,7 +353,7 @@ def _give_up(record: SeverityRecord, limits: Limits, view: FailureContext, now: 
         "no way past a checkpoint": record.lives,
         "no way to start": record.most_starts,
     }[rule.name]
-    last_of_each = {failure.cause or failure.kind: each for failure, each in zip(record.failed[-5:], last, strict=True)}
+    last_of_each = {failure.what: each for failure, each in zip(record.failed[-5:], last, strict=True)}
     reason = f"{rule.name}: failed {number} times at step {record.mark}; the last: {'; '.join(last_of_each.values())}"
     printed = next((failure.output for failure in reversed(record.failed) if failure.output), ())
     reason = "\n".join([reason, *(f"  {line}" for line in printed)])
