@@ -12,7 +12,6 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.places import (
     DaemonPlaces,
     is_assigned,
-    is_drained,
     is_elsewhere,
     occupants,
 )
@@ -60,13 +59,9 @@ class Turn:
     def drains(self, agent: Agent) -> bool:
         """Whether the agent must not have workers: it departs, its node is drained, or another task has its place."""
         lasting = self.lasting
-        if agent.departing or ((lasting.drained or lasting.cordoned) and is_drained(self._cluster, agent)):
+        if agent.departing or ((lasting.drained or lasting.cordoned) and lasting.excludes(agent)):
             return True
         return agent.slot is not None and is_elsewhere(self._cluster, agent)
-
-    def out_of_use(self) -> frozenset[str]:
-        """Return nodes, and agents by their ids, that get no workers: drained or cordoned."""
-        return frozenset((*self.lasting.drained, *self.lasting.cordoned))
 
     def undrained(self, agents: Iterable[Agent]) -> list[Agent]:
         """Select agents that may have workers according to drains and the plan."""
@@ -84,7 +79,7 @@ class Turn:
     def spared(self, task: Task, nodes: Collection[str]) -> frozenset[str]:
         """Select nodes without which the task, and every task with agents there, still has its minimum of agents."""
         needed: set[str] = set()
-        out = self.out_of_use()
+        out = self.lasting.out
         for other in self._cluster.tasks.values():
             if other.over is None:
                 concerned = nodes

@@ -356,6 +356,11 @@ class Task(msgspec.Struct, kw_only=True):
         """Members that neither died nor finished."""
         return [member for member in self.members() if member.worker in self.workers]
 
+    @property
+    def foremost(self) -> Worker | None:
+        """The live worker with the newest reported step, and its metrics."""
+        return max(self.workers.values(), key=lambda worker: worker.step, default=None)
+
     def rank_of(self, worker: str | None) -> int | None:
         """Return the global rank of a worker in the newest epoch; None if it is no member."""
         return next((rank for rank, member in enumerate(self.members()) if member.worker == worker), None)
@@ -457,6 +462,15 @@ class Lasting(msgspec.Struct, kw_only=True):
     lost: dict[str, float] = {}
     """time.time() of the last loss of a daemon or an agent, for the newest nodes that had one. A node that is back is
     not down, see `server.reasons`; one that leaves in order is forgotten."""
+
+    @property
+    def out(self) -> frozenset[str]:
+        """Nodes, and agents by their ids, that get no workers: drained or cordoned."""
+        return frozenset((*self.drained, *self.cordoned))
+
+    def excludes(self, agent: Agent) -> bool:
+        """Whether the agent, or its node, gets no workers whatever the plan: drained, or cordoned."""
+        return agent.node in self.drained or agent.id in self.drained or agent.node in self.cordoned
 
     def record_lost(self, node: str, now: float) -> None:
         """Record the loss of a node's daemon or agent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from coordinator.driver import FakeAgent, World, settle
+from coordinator.fake_daemon import FakeDaemon
 from coordinator.incidents.test_accounting import come_back, die, form_task, recover, tell
 
 from unicron_lightning import wire
@@ -150,10 +151,11 @@ def test_labels_name_no_worker_agent_or_incident():
 
 
 def _closed_words() -> set[str]:
+    from unicron_lightning.coordinator.api.status import TASK_STATES
     from unicron_lightning.coordinator.metrics import catalogue
 
     return {
-        *catalogue.TASK_STATES,
+        *TASK_STATES,
         *catalogue.AGENT_STATES,
         *catalogue.NODE_STATES,
         *catalogue.TIME_KINDS,
@@ -191,6 +193,24 @@ def test_openmetrics_and_prometheus_text():
     plain, content_type = encoded(found, "")
     assert content_type.startswith("text/plain")
     assert 'unicron_task_state{state="running",task="t"} 1.0' in plain.decode()
+
+
+def test_a_task_that_writes_a_checkpoint_before_it_stops_is_pausing():
+    world, _ = training(2)
+    world.do(ev.Cancel(task="t", save=True))
+    samples = world.samples()
+    assert [key for key, value in samples.items() if key[0] == "unicron_task_state" and value] == [
+        ("unicron_task_state", "t", "pausing")
+    ]
+
+
+def test_a_node_is_up_while_one_of_its_agents_is_connected():
+    world = Observed(join_grace=0.0)
+    daemon = FakeDaemon(world, "n", "0").connect()
+    world.agent("a", place="n/0").start()
+    daemon.drop()
+    assert world.machine.cluster.nodes["n"].conn is None
+    assert (world.samples()["unicron_node_up", "n"], world.samples()["unicron_nodes", "ready"]) == (1.0, 1.0)
 
 
 def test_each_node_has_its_samples():

@@ -100,7 +100,7 @@ def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Plac
     daemons = DaemonPlaces() if daemons is None else daemons
     held = cluster.lasting.held
     jobs = frozenset(job for job in cluster.lasting.jobs if job in cluster.tasks and job not in held)
-    out = frozenset((*cluster.lasting.drained, *cluster.lasting.cordoned))
+    out = cluster.lasting.out
     daemons.look(list(cluster.nodes.values()), jobs, out)
     others: dict[str, tuple[str, frozenset[str]]] = {}
     """Node and tasks of places that other tasks can use, too."""
@@ -185,7 +185,7 @@ def _held_below_minimum(
     """Return node and task of the places on drained nodes that a task has to keep until it can use others."""
     held: dict[str, tuple[str, frozenset[str]]] = {}
     for task in cluster.tasks.values():
-        out = [agent for agent in map(task.agents.__getitem__, task.slots) if is_drained(cluster, agent)]
+        out = [agent for agent in map(task.agents.__getitem__, task.slots) if cluster.lasting.excludes(agent)]
         if not out or task.over is not None or not task.established or task.finishing:
             continue
         able = {place.name for place in of_daemons if task.id in place.tasks}
@@ -205,13 +205,7 @@ def _counts(cluster: Cluster, task: Task, agent: Agent) -> bool:
     """
     its_own = cluster.lasting.assigned.get(agent.place or "") == task.id
     there = its_own or task.restoring or (agent.conn is not None and not agent.fresh)
-    return there and not is_drained(cluster, agent)
-
-
-def is_drained(cluster: Cluster, agent: Agent) -> bool:
-    """Whether the agent, or its node, gets no workers whatever the plan: drained, or cordoned."""
-    lasting = cluster.lasting
-    return agent.node in lasting.drained or agent.id in lasting.drained or agent.node in lasting.cordoned
+    return there and not cluster.lasting.excludes(agent)
 
 
 class AssignmentChanges:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.allocation.places import is_assigned, is_drained, occupants, usable_places
+from unicron_lightning.coordinator.allocation.places import is_assigned, occupants, usable_places
 from unicron_lightning.coordinator.membership.replicas import fewest
 from unicron_lightning.coordinator.orders.operator import drained
 from unicron_lightning.coordinator.severity.apply import LAST_HOLD_SECONDS
@@ -38,7 +38,7 @@ def staying(cluster: Cluster) -> dict[str, str]:
     """Return the drained nodes, and agents, whose workers cannot leave now, with the reasons."""
     found: dict[str, str] = {}
     for task in cluster.tasks.values():
-        out = [agent for agent in (task.agents[each] for each in task.slots) if is_drained(cluster, agent)]
+        out = [agent for agent in (task.agents[each] for each in task.slots) if cluster.lasting.excludes(agent)]
         others, need = len(task.slots) - len(out), fewest(task)
         if task.over is None and out and others < need:
             has = "no other has" if not others else "1 other has" if others == 1 else f"{others} others have"
@@ -111,14 +111,14 @@ def _why_forming(cluster: Cluster, task: Task) -> str:
 
 
 def _candidates(cluster: Cluster, task: Task) -> list[Agent]:
-    return [agent for agent in task.queue() if not agent.barred and not is_drained(cluster, agent)]
+    return [agent for agent in task.queue() if not agent.barred and not cluster.lasting.excludes(agent)]
 
 
 def _kept_out(cluster: Cluster, task: Task) -> list[str]:
     """Return why agents of a task have no slot yet."""
     late = [(agent.node, _why_late(cluster, agent)) for agent in _candidates(cluster, task)]
     without = [agent for agent in task.agents.values() if agent.id not in task.slots]
-    out = sorted({agent.node for agent in without if is_drained(cluster, agent)})
+    out = sorted({agent.node for agent in without if cluster.lasting.excludes(agent)})
     drains = [f"drained: {', '.join(out)}"] if out else []
     barred = [f"{agent.node} is barred: {agent.barred}" for agent in without if agent.barred]
     return [*(f"{node} {why}" for node, why in late if why is not None), *drains, *barred]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -11,7 +11,22 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator.api.reasons import lost_nodes, staying, why_waiting
 from unicron_lightning.coordinator.state import Agent, Cluster, Node, Task, Worker
 
-_PENDING: dict[wire.EpochKind, str] = {
+TaskState = Literal[
+    "queued",
+    "forming",
+    "starting",
+    "running",
+    "recovering",
+    "joining",
+    "leaving",
+    "pausing",
+    "holding",
+    "restarting",
+    "plain",
+    "over",
+]
+TASK_STATES: Final[tuple[TaskState, ...]] = get_args(TaskState)
+_PENDING: Final[dict[wire.EpochKind, TaskState]] = {
     "init": "forming",
     "restart": "forming",
     "fail": "recovering",
@@ -23,14 +38,10 @@ _PENDING: dict[wire.EpochKind, str] = {
 
 
 def task_status(task: Task, assigned: Collection[str] = ()) -> dict[str, Any]:
-    """Describe one task; ``assigned``: tasks to which the plan in force gives places.
-
-    ``state`` is one of: queued, forming, starting, running, recovering, joining, leaving, holding, restarting, plain,
-    over.
-    """
+    """Describe one task; ``assigned``: tasks to which the plan in force gives places. ``state`` is a `TaskState`."""
     members = {member.worker for member in task.members()}
     others = sorted((worker for worker in task.workers.values() if worker.id not in members), key=task.place)
-    stepped = max(task.workers.values(), key=lambda worker: worker.step, default=None)
+    stepped = task.foremost
     return {
         "state": state_of_task(task, assigned),
         "life": task.life,
@@ -97,11 +108,36 @@ def cluster_status(cluster: Cluster) -> dict[str, Any]:
 
 def _last_failure(task: Task) -> dict[str, Any] | None:
     """Describe the newest failure since the last progress, judged or not."""
-    failures = [*task.severity.failed, *task.severity.unjudged]
-    if not failures:
-        return None
-    newest = max(failures, key=lambda failure: failure.at)
-    return {"at": newest.at, "node": newest.node, "worker": newest.worker, "kind": newest.kind, "cause": newest.cause}
+    newest = task.severity.newest
+    fields = ("at", "node", "worker", "kind", "cause")
+    return None if newest is None else {name: getattr(newest, name) for name in fields}
+
+
+class NodeStanding(NamedTuple):
+    """A node as the page and the metrics show it."""
+
+    state: Literal["ready", "drained", "away", "lost"]
+    up: bool
+    """Whether its daemon or one of its agents is connected."""
+    drained: bool
+    """Whether it is drained by an operator, or cordoned."""
+
+
+def node_standings(cluster: Cluster) -> dict[str, NodeStanding]:
+    """Return all nodes by label, in order: those with a daemon or an agent, and those that were lost."""
+    up = {node.label: node.conn is not None for node in cluster.nodes.values()}
+    for task in cluster.tasks.values():
+        for agent in task.agents.values():
+            up[agent.node] = up.get(agent.node, False) or agent.conn is not None
+    lost, out = lost_nodes(cluster), cluster.lasting.out
+    return {
+        label: NodeStanding(
+            state="lost" if label in lost else "drained" if label in out else "ready" if up[label] else "away",
+            up=up.get(label, False),
+            drained=label in out,
+        )
+        for label in sorted({*up, *lost})
+    }
 
 
 def _node(cluster: Cluster, node: Node) -> dict[str, Any]:
@@ -110,7 +146,7 @@ def _node(cluster: Cluster, node: Node) -> dict[str, Any]:
         "host": node.host,
         "pid": node.pid,
         "connected": node.conn is not None,
-        "drained": node.label in cluster.lasting.drained or node.label in cluster.lasting.cordoned,
+        "drained": node.label in cluster.lasting.out,
         "slots": {
             slot: {
                 "assigned": cluster.lasting.assigned.get(f"{node.label}/{slot}") or None,
@@ -121,8 +157,8 @@ def _node(cluster: Cluster, node: Node) -> dict[str, Any]:
     }
 
 
-def state_of_task(task: Task, assigned: Collection[str] = ()) -> str:
-    """Return the state of a task, one of those of `task_status`, whose argument ``assigned`` this one has, too."""
+def state_of_task(task: Task, assigned: Collection[str] = ()) -> TaskState:
+    """Return the state of a task; ``assigned`` as for `task_status`."""
     if task.over is not None:
         return "over"
     if not task.formed:

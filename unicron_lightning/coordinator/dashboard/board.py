@@ -10,9 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from unicron_lightning.coordinator.api.reasons import lost_nodes, staying, why_waiting
-from unicron_lightning.coordinator.api.status import agent_standing, state_of_task
-from unicron_lightning.coordinator.incidents.record import Incident
+from unicron_lightning.coordinator.api.reasons import staying, why_waiting
+from unicron_lightning.coordinator.api.status import agent_standing, node_standings, state_of_task
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.metrics.exposition import waf_of
 from unicron_lightning.coordinator.metrics.meters import TaskCounts, usual_seconds
@@ -45,9 +44,8 @@ def entries(machine: Machine, counts: Mapping[str, TaskCounts], about: Mapping[s
 
 
 def _task(cluster: Cluster, task: Task, counts: TaskCounts | None) -> dict[str, Any]:
-    newest = max(task.workers.values(), key=lambda worker: worker.step, default=None)
+    newest, failed = task.foremost, task.severity.newest
     seconds, goodput = usual_seconds(task), None if counts is None else counts.time.goodput
-    failed = max([*task.severity.failed, *task.severity.unjudged], key=lambda each: each.at, default=None)
     lost = [rank for rank, member in enumerate(task.members()) if member.worker not in task.workers]
     return {
         "state": state_of_task(task, cluster.lasting.assigned.values()),
@@ -74,15 +72,13 @@ def _task(cluster: Cluster, task: Task, counts: TaskCounts | None) -> dict[str, 
         "degraded": bool(task.watch.degraded),
         "stragglers": len(task.watch.stragglers),
         "incidents": task.incidents,
-        "open": [_open(incident) for incident in task.accounts.open],
+        "open": [
+            {"incident": each.id, "cause": each.cause[:300], "phase": each.phase, "known_at": each.known_at}
+            for each in task.accounts.open
+        ],
         "failure": None if failed is None else {"kind": failed.kind, "cause": failed.cause[:300], "node": failed.node},
         "replicas": len(task.replicas) or None,
     }
-
-
-def _open(incident: Incident) -> dict[str, Any]:
-    phase = "transition" if incident.stepped_at is None else "sub_healthy"
-    return {"incident": incident.id, "cause": incident.cause[:300], "phase": phase, "known_at": incident.known_at}
 
 
 def _nodes(cluster: Cluster) -> dict[str, dict[str, Any]]:
@@ -93,10 +89,8 @@ def _nodes(cluster: Cluster) -> dict[str, dict[str, Any]]:
         for agent in task.agents.values():
             agents[agent.node].append((task, agent))
         working.update(task.workers[member.worker].agent for member in task.live_members())
-    lost = lost_nodes(cluster)
-    out = {*cluster.lasting.drained, *cluster.lasting.cordoned}
     found = {}
-    for label in sorted({*agents, *cluster.nodes, *lost}):
+    for label, standing in node_standings(cluster).items():
         daemon, here = cluster.nodes.get(label), agents.get(label, [])
         by_slot = {agent.slot: (task, agent) for task, agent in here if agent.slot is not None}
         cells = []
@@ -108,12 +102,10 @@ def _nodes(cluster: Cluster) -> dict[str, dict[str, Any]]:
         shown = {agent.id for _, agent in by_slot.values()}
         rest = [(t, a) for t, a in here if a.slot is None or a.id in shown]
         cells += [_cell(agent.slot or "", task, agent, working) for task, agent in rest]
-        up = any(agent.conn is not None for _, agent in here) or (daemon is not None and daemon.conn is not None)
-        state = "lost" if label in lost else "drained" if label in out else "ready" if up else "away"
         host = daemon.host if daemon is not None else here[0][1].host if here else None
         problems = sorted({problem for _, agent in here for problem in (agent.problems or ())})
         found[label] = {
-            "state": state,
+            "state": standing.state,
             "host": host,
             "cells": cells,
             "problems": problems,

@@ -255,9 +255,8 @@ def _since(accounts: Accounts, incident: Incident, until: float) -> list[Loss]:
     place = next((place for place, other in enumerate(accounts.open) if other is incident), None)
     if place is None or seconds <= 0:
         return []
-    phase: Phase = "transition" if incident.stepped_at is None else "sub_healthy"
-    had = left_to(accounts.open, place, _NOTHING if phase == "transition" else accounts.level)
-    return [Loss(phase=phase, due=incident.due, had=had, seconds=seconds)]
+    had = left_to(accounts.open, place, _NOTHING if incident.phase == "transition" else accounts.level)
+    return [Loss(phase=incident.phase, due=incident.due, had=had, seconds=seconds)]
 
 
 def _added(losses: list[Loss], loss: Loss) -> list[Loss]:

@@ -127,6 +127,11 @@ class Incident(msgspec.Struct, kw_only=True):
     """Size that the task must reach again: ``started_with``, less slots removed by later plans."""
     losses: list[Loss] = []
 
+    @property
+    def phase(self) -> Phase:
+        """The present phase; detection is over when an incident is known."""
+        return "transition" if self.stepped_at is None else "sub_healthy"
+
 
 class PhaseCost(msgspec.Struct, frozen=True, kw_only=True):
     """Cost of a phase of an incident."""

@@ -125,7 +125,7 @@ def leaving(task: Task, turn: Turn) -> set[str]:
     Such an excess arises when the task shrinks, or when a drained node returns before it has left and another one has
     its slot already. Agents at places that the plan gives the task stay: the plan itself selects which of them leave.
     """
-    assigned, out = turn.lasting.assigned, turn.out_of_use()
+    assigned, out = turn.lasting.assigned, turn.lasting.out
     away: set[str] = set()
     others: list[str] = []
     for agent_id in task.slots:

@@ -90,9 +90,8 @@ def _pass_on(task: Task, turn: Turn) -> bool:
 
 def _may_be_warm(task: Task, turn: Turn, agent: Agent) -> bool:
     """Whether an agent without a slot may have workers. In a task that is being rebuilt the script is not known yet."""
-    lasting = turn.lasting
-    drained = agent.node in lasting.drained or agent.id in lasting.drained or agent.node in lasting.cordoned
-    return turn.limits.warm_standby and (task.elastic or task.rebuilding) and not (drained or agent.departing)
+    may = turn.limits.warm_standby and (task.elastic or task.rebuilding)
+    return may and not (agent.departing or turn.lasting.excludes(agent))
 
 
 def _warm(task: Task, turn: Turn, agent: Agent) -> None:

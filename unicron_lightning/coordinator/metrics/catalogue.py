@@ -7,24 +7,11 @@ incidents and texts of errors are never labels; they are in the event log.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 from unicron_lightning.coordinator.metrics.task_time import TIME_KINDS
 
-TASK_STATES: Final = (
-    "queued",
-    "forming",
-    "starting",
-    "running",
-    "recovering",
-    "joining",
-    "leaving",
-    "holding",
-    "restarting",
-    "plain",
-    "over",
-)
-"""States of a task, see `server.status.task_status`."""
 AGENT_STATES: Final = ("granted", "warm", "waiting", "none", "away")
 NODE_STATES: Final = ("ready", "drained", "away", "lost")
 
@@ -52,16 +39,11 @@ class Metric:
         return (self.name,)
 
 
-def _counter(name: str, labels: str, meaning: str) -> Metric:
-    return Metric(name=name, type="counter", labels=tuple(labels.split()), meaning=meaning)
+def _metric(kind: Literal["counter", "gauge", "histogram"], name: str, labels: str, meaning: str) -> Metric:
+    return Metric(name=name, type=kind, labels=tuple(labels.split()), meaning=meaning)
 
 
-def _gauge(name: str, labels: str, meaning: str) -> Metric:
-    return Metric(name=name, type="gauge", labels=tuple(labels.split()), meaning=meaning)
-
-
-def _histogram(name: str, labels: str, meaning: str) -> Metric:
-    return Metric(name=name, type="histogram", labels=tuple(labels.split()), meaning=meaning)
+_counter, _gauge, _histogram = partial(_metric, "counter"), partial(_metric, "gauge"), partial(_metric, "histogram")
 
 
 METRICS: Final = (

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.allocation import estimates
-from unicron_lightning.coordinator.api.reasons import lost_nodes
-from unicron_lightning.coordinator.api.status import agent_standing, state_of_task
-from unicron_lightning.coordinator.metrics.catalogue import AGENT_STATES, BY_NAME, NODE_STATES, TASK_STATES
+from unicron_lightning.coordinator.api.status import TASK_STATES, agent_standing, node_standings, state_of_task
+from unicron_lightning.coordinator.incidents.record import PHASES
+from unicron_lightning.coordinator.metrics.catalogue import AGENT_STATES, BY_NAME, NODE_STATES
 from unicron_lightning.coordinator.metrics.meters import Histogram, Meters, TaskCounts, usual_seconds
 from unicron_lightning.coordinator.state import Cluster, Task
 
@@ -147,10 +147,10 @@ def _counts(made: _Families, name: str, meter: TaskCounts) -> None:
 
 
 def _task(made: _Families, cluster: Cluster, task: Task) -> None:
-    state = state_of_task(task, cluster.lasting.assigned.values())
+    state, newest = state_of_task(task, cluster.lasting.assigned.values()), task.foremost
     for each in TASK_STATES:
         made.add("unicron_task_state", each == state, task.id, each)
-    made.add("unicron_task_step", max([worker.step for worker in task.workers.values()], default=None), task.id)
+    made.add("unicron_task_step", newest.step if newest else None, task.id)
     made.add("unicron_task_workers", len(task.live_members()), task.id)
     made.add("unicron_task_slots", len(task.slots), task.id)
     made.add("unicron_task_slots_limit", task.limit, task.id)
@@ -162,10 +162,10 @@ def _task(made: _Families, cluster: Cluster, task: Task) -> None:
     made.add("unicron_task_memory_step", complete.step if complete else None, task.id)
     made.add("unicron_task_memory_bytes", sum(agent.memory_bytes for agent in task.agents.values()), task.id)
     standing = Counter("away" if agent.conn is None else agent_standing(task, agent) for agent in task.agents.values())
-    for each in AGENT_STATES:
-        made.add("unicron_task_agents", standing[each], task.id, each)
-    phases = Counter("transition" if each.stepped_at is None else "sub_healthy" for each in task.accounts.open)
-    for phase in ("transition", "sub_healthy"):
+    for word in AGENT_STATES:
+        made.add("unicron_task_agents", standing[word], task.id, word)
+    phases = Counter(each.phase for each in task.accounts.open)
+    for phase in PHASES[1:]:
         made.add("unicron_incidents_open", phases[phase], task.id, phase)
 
 
@@ -176,22 +176,17 @@ def waf_of(cluster: Cluster, task: Task) -> float | None:
 
 
 def _nodes(made: _Families, cluster: Cluster, meters: Meters) -> None:
-    up: dict[str, bool] = {}
     problems: Counter[str] = Counter()
     for task in cluster.tasks.values():
         for agent in task.agents.values():
-            up[agent.node] = up.get(agent.node, False) or agent.conn is not None
             problems[agent.node] = max(problems[agent.node], len(agent.problems))
-    up |= {node.label: node.conn is not None for node in cluster.nodes.values()}
-    lost = lost_nodes(cluster)
-    out = {*cluster.lasting.drained, *cluster.lasting.cordoned}
-    states = Counter("drained" if node in out else "ready" if here else "away" for node, here in up.items())
-    states["lost"] = len(lost)
-    for each in NODE_STATES:
-        made.add("unicron_nodes", states[each], each)
-    for node in sorted({*up, *lost}):
-        made.add("unicron_node_up", up.get(node, False), node)
-        made.add("unicron_node_drained", node in out, node)
+    standings = node_standings(cluster)
+    states = Counter(each.state for each in standings.values())
+    for state in NODE_STATES:
+        made.add("unicron_nodes", states[state], state)
+    for node, each in standings.items():
+        made.add("unicron_node_up", each.up, node)
+        made.add("unicron_node_drained", each.drained, node)
         made.add("unicron_node_problems", problems[node], node)
         if node in meters.readings:
             _health(made, node, meters.readings[node])
