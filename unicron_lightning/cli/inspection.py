@@ -13,7 +13,7 @@ from typing import Any
 from unicron_lightning.cli.client import access_of, answering, connecting, fetch, quoted, request
 from unicron_lightning.cli.jobs import print_jobs
 from unicron_lightning.cli.output import all_visible, console, table, visible
-from unicron_lightning.cli.stored import ask, stored
+from unicron_lightning.cli.stored import events_of, stored
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 from unicron_lightning.proof import scrape_credential
 
@@ -153,13 +153,7 @@ def _agent_state(agent: dict[str, Any]) -> str:
 
 
 def _events(options: argparse.Namespace) -> int:
-    query = {"since": str(options.since)} | ({"task": options.task} if options.task is not None else {})
-    events: list[Any] = []
-    last = options.since
-    while (page := ask(options, "/v1/events", **query)) and page[-1]["seq"] > last:
-        events += page
-        last = page[-1]["seq"]
-        query["since"] = str(last)
+    events = events_of(options, since=options.since, task=options.task)
     if options.json:
         print(json.dumps(events, indent=2))
         return 0

@@ -81,7 +81,7 @@ def _read(endpoint: str, path: str, query: dict[str, str]) -> Any:
 def _answer(database: sqlite3.Connection, path: str, query: dict[str, str]) -> Any:
     from unicron_lightning.coordinator.incidents import accounting
     from unicron_lightning.coordinator.incidents.facts import IncidentClosed
-    from unicron_lightning.coordinator.orders.jobs import begins, is_current, job_status, known
+    from unicron_lightning.coordinator.orders.jobs import listed, recent
     from unicron_lightning.coordinator.storage.store import StoredState
 
     state, task = StoredState(database), query.get("task")
@@ -93,14 +93,21 @@ def _answer(database: sqlite3.Connection, path: str, query: dict[str, str]) -> A
             [each["at"] for each in state.events(name="coordinator_started", newest=True, limit=1)] or [0.0]
         )
     if path == "/v1/incidents":
-        since = begins(cluster, started_at)
         closed = state.events(task=task, name=IncidentClosed.event)
-        closed = [each for each in closed if each["fields"]["fault_at"] >= since(each["task"] or "")]
-        return accounting.book(closed, cluster, time.time(), only=task)
+        return accounting.book(recent(closed, cluster, started_at), cluster, time.time(), only=task)
     assert path == "/v1/jobs"
-    found = [status for name in known(cluster) if (status := job_status(cluster, name)) is not None]
-    found = [status if status["ended_at"] is not None else {**status, "reason": _AWAY} for status in found]
-    return [status for status in found if is_current(status, started_at)]
+    found = listed(cluster, started_at)
+    return [status if status["ended_at"] is not None else {**status, "reason": _AWAY} for status in found]
+
+
+def events_of(options: argparse.Namespace, *, since: int = 0, task: str | None) -> list[dict[str, Any]]:
+    """Return the whole log after an event, page by page; of one task if it is given."""
+    query = {} if task is None else {"task": task}
+    found: list[dict[str, Any]] = []
+    while (page := ask(options, "/v1/events", since=str(since), **query)) and page[-1]["seq"] > since:
+        found += page
+        since = page[-1]["seq"]
+    return found
 
 
 @functools.cache

@@ -12,11 +12,9 @@ from typing import Any, Literal
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.connectivity.record import ProbeState
 from unicron_lightning.coordinator.incidents.record import Accounts, Lifetimes, Measured
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.severity.record import SeverityRecord
-from unicron_lightning.coordinator.watch.record import WatchRecord
 from unicron_lightning.jobs import Job
 from unicron_lightning.wire.daemon import Launch, NodeTask
 
@@ -53,6 +51,64 @@ class MemoryRecord(msgspec.Struct, kw_only=True):
     offered_in: int = 0
     wait: Literal["none", "begun", "over"] = "none"
     """Whether founders wait for others whose nodes hold parts of a version, or for their digests."""
+
+
+class NodeExclusion(msgspec.Struct, kw_only=True):
+    """One node of a task that is excluded because others do not reach it, or was recently."""
+
+    reason: str = ""
+    """Reason of the exclusion; "" if the node is not excluded."""
+    times: list[float] = []
+    """time.time() of each recent exclusion."""
+    reached_since: float = 0.0
+    """Time since which the node and the others have reached each other; 0 if they do not."""
+
+
+class ProbeState(msgspec.Struct, kw_only=True):
+    """Probes between nodes of one task: the probe in progress, and excluded nodes."""
+
+    number: int = 0
+    """Number of the newest probe."""
+    asked: list[str] = []
+    """Agents whose answer is pending; empty if no probe is in progress."""
+    missed: dict[str, list[str]] = {}
+    """Agents not reached, by agent that has answered."""
+    rests_until: float = 0.0
+    """Time until which no suspicion leads to another probe."""
+    weak_rests_until: float = 0.0
+    """Time until which no weak suspicion (a wait, perhaps for a slow rank) leads to another probe."""
+    clean: int = 0
+    """Number of probes since the last one that found a cut."""
+    entering: int = 0
+    """Epoch whose members are watched while they connect."""
+    looks: int = 0
+    """Number of checks of that epoch's members."""
+    nodes: dict[str, NodeExclusion] = {}
+    """By label."""
+
+
+class WatchRecord(msgspec.Struct, kw_only=True):
+    """Hang and slowness detection of one task. All times are time.time() of the coordinator."""
+
+    epoch: int = 0
+    """The task's newest epoch when the reports were made; reports of other epochs do not count."""
+    since: float = 0.0
+    """Time at which the first member was overdue; 0: none is."""
+    pause: float = 0.0
+    """Seconds until the members are asked again."""
+    reports: dict[str, wire.ActivityReport] = {}
+    """Reported activity of each member."""
+    inspected: dict[str, wire.Inspect] = {}
+    """Orders to agents to record stacks, by worker."""
+
+    slow_since: float = 0.0
+    """Time since which steps have been slower than usual; 0: they are not."""
+    degraded: bool = False
+    """Whether steps have been slow long enough for the task to be degraded."""
+    behind: dict[str, float] = {}
+    """Time since which a member's micro-batches have taken longer than its peers', by member."""
+    stragglers: dict[str, float] = {}
+    """Factor by which each straggler is slower: members that have been behind for long enough."""
 
 
 class Worker(msgspec.Struct, kw_only=True):

@@ -15,11 +15,11 @@ from coordinator.shell import Coordinator, connected, get, known, train
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import parts, state
-from unicron_lightning.coordinator.connectivity.record import NodeExclusion
 from unicron_lightning.coordinator.isolation import MOST_OF_A_TASK
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.membership.registration import refusal
 from unicron_lightning.coordinator.server import malformed
+from unicron_lightning.coordinator.state import NodeExclusion
 from unicron_lightning.coordinator.storage.store import Store
 from unicron_lightning.link import open_socket
 from unicron_lightning.wire.daemon import decode_from_node

@@ -7,13 +7,12 @@ import csv
 import math
 import time
 from pathlib import Path
-from typing import Any
 
 from unicron_lightning.cli.client import connecting
 from unicron_lightning.cli.output import duration
 from unicron_lightning.cli.report.pages import markdown, page
 from unicron_lightning.cli.report.story import story_of
-from unicron_lightning.cli.stored import ask
+from unicron_lightning.cli.stored import ask, events_of
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.wire.fields import counted
 
@@ -38,7 +37,9 @@ def _report(options: argparse.Namespace) -> int:
     losses = [] if options.metrics is None else losses_of(options.metrics, options.loss)
     bills = ask(options, "/v1/incidents", task=options.task)["incidents"]
     waits = {job["name"]: job["reason"] or "" for job in ask(options, "/v1/jobs") if job["ended_at"] is None}
-    story = story_of(options.task, _events(options), bills, time.time(), waits.get(options.task, ""))
+    story = story_of(
+        options.task, events_of(options, task=options.task), bills, time.time(), waits.get(options.task, "")
+    )
     try:
         out.write_text(page(story, losses) if out.suffix == ".html" else markdown(story, losses), encoding="utf-8")
     except OSError as error:
@@ -47,17 +48,6 @@ def _report(options: argparse.Namespace) -> int:
     gain = f", {duration(saved)} saved against restarts" if story.bills else ""
     print(f"{out}: {counted(len(story.bills), 'incident')}, goodput {100 * story.goodput:.2f} %{gain}")
     return 0
-
-
-def _events(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the task's whole log, page by page."""
-    found: list[dict[str, Any]] = []
-    while True:
-        since = str(found[-1]["seq"]) if found else "0"
-        more = ask(options, "/v1/events", task=options.task, since=since)
-        if not more:
-            return found
-        found += more
 
 
 def losses_of(path: Path, column: str) -> list[tuple[int, float]]:

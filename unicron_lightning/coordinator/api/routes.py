@@ -166,10 +166,8 @@ class Api:
         most = min(limit, _MOST_INCIDENTS)
         cluster = self._shell.machine.cluster
         closed = self._shell.store.events(task=only, name=IncidentClosed.event, limit=most, newest=True)
-        if _current(request):
-            begins = jobs.begins(cluster, self._shell.started_at)
-            closed = [each for each in closed if each["fields"]["fault_at"] >= begins(each["task"] or "")]
-        return web.json_response(accounting.book(closed, cluster, self._shell.now(), only=only))
+        selected = jobs.recent(closed, cluster, self._shell.started_at) if _current(request) else closed
+        return web.json_response(accounting.book(selected, cluster, self._shell.now(), only=only))
 
     async def _get_checkpoints(self, request: web.Request) -> web.Response:
         """Return the versions of a task's state, see `versions_of`."""
@@ -284,8 +282,7 @@ class Api:
         started.
         """
         cluster, since = self._shell.machine.cluster, self._shell.started_at if _current(request) else 0.0
-        found = [status for name in jobs.known(cluster) if (status := _job(cluster, name)) is not None]
-        return web.json_response([status for status in found if jobs.is_current(status, since)])
+        return web.json_response(jobs.listed(cluster, since, _job))
 
     async def _post_drain(self, request: web.Request) -> web.Response:
         """``drain`` or ``undrain`` a node, or an agent by its id."""

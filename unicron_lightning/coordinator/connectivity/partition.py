@@ -21,12 +21,11 @@ from typing import Final
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity.reachability import Candidate, Pair, continuing, returning
-from unicron_lightning.coordinator.connectivity.record import NodeExclusion
 from unicron_lightning.coordinator.incidents.facts import ErrorFact
 from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.membership.slots import revoke
 from unicron_lightning.coordinator.part import Part, on
-from unicron_lightning.coordinator.state import Agent, Task, Worker
+from unicron_lightning.coordinator.state import Agent, NodeExclusion, Task, Worker
 
 ANSWER_SECONDS: Final = 1.5
 """Time to wait for an agent's answer after the probe's own time limit."""

@@ -8,7 +8,7 @@ reached, or when a task that it comes after does not succeed. Before all of thes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -169,11 +169,6 @@ def result_of(lasting: Lasting, name: str) -> JobResult | None:
     return next((result for result in reversed(lasting.results) if result.name == name), None)
 
 
-def known(cluster: Cluster) -> list[str]:
-    """Return the names of all known jobs and tasks, ended ones first."""
-    return list(dict.fromkeys([*(result.name for result in cluster.lasting.results), *cluster.tasks]))
-
-
 def job_status(cluster: Cluster, name: str) -> dict[str, Any] | None:
     """Describe a job, or a task, as plain JSON; None if it is not known.
 
@@ -189,22 +184,22 @@ def job_status(cluster: Cluster, name: str) -> dict[str, Any] | None:
     return None if result is None else msgspec.structs.asdict(result)
 
 
-def begins(cluster: Cluster, started_at: float) -> Callable[[str], float]:
-    """Return the time from which a task belongs to the coordinator that started at ``started_at``.
+def listed(
+    cluster: Cluster, since: float, describe: Callable[[Cluster, str], dict[str, Any] | None] = job_status
+) -> list[dict[str, Any]]:
+    """Describe all known jobs and tasks that had not ended before ``since``, ended ones first."""
+    names = dict.fromkeys([*(result.name for result in cluster.lasting.results), *cluster.tasks])
+    found = [status for name in names if (status := describe(cluster, name)) is not None]
+    return [status for status in found if status["ended_at"] is None or status["ended_at"] >= since]
 
-    That is its own beginning, if it has not ended before, else the coordinator's.
+
+def recent(closed: Iterable[Mapping[str, Any]], cluster: Cluster, started_at: float) -> list[Mapping[str, Any]]:
+    """Select the log's closed incidents that belong to the coordinator that started at ``started_at``.
+
+    A task belongs to it from the task's own beginning, if it has not ended before, else from the coordinator's.
     """
-    found: dict[str, float] = {}
-    for name in known(cluster):
-        status = job_status(cluster, name)
-        if status is not None and is_current(status, started_at):
-            found[name] = min(started_at, status["submitted_at"])
-    return lambda name: found.get(name, started_at)
-
-
-def is_current(status: Mapping[str, Any], started_at: float) -> bool:
-    """Whether a job, as described by `job_status`, had not ended before ``started_at``."""
-    return status["ended_at"] is None or status["ended_at"] >= started_at
+    begins = {status["name"]: min(started_at, status["submitted_at"]) for status in listed(cluster, started_at)}
+    return [each for each in closed if each["fields"]["fault_at"] >= begins.get(each["task"] or "", started_at)]
 
 
 # ---- time limits -----------------------------------------------------------------------------------------------------

@@ -21,8 +21,7 @@ from unicron_lightning.coordinator.severity import apply, reports
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.coordinator.severity.record import Failure
 from unicron_lightning.coordinator.severity.workflow import Error
-from unicron_lightning.coordinator.state import Agent, Task, Worker
-from unicron_lightning.coordinator.watch.record import WatchRecord
+from unicron_lightning.coordinator.state import Agent, Task, WatchRecord, Worker
 from unicron_lightning.coordinator.watch.verdict import LONG_WAIT, hopeless, judge
 
 BETWEEN: Final = ("validation", "checkpoint", "epoch_end")
