@@ -13,6 +13,7 @@ from typing import Final
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.incidents.facts import (
+    REPORTED,
     AgentLoss,
     BrokenConnection,
     EpochSettled,
@@ -34,7 +35,6 @@ LONG: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.
 ENDED_KEPT_SECONDS: Final = 900.0
 """Time in which the series of an ended task stay, so that its last counts are scraped."""
 _MOST_ENDED: Final = 200
-_DEATHS: Final = ("exit", "signal", "silent")
 
 
 class Histogram:
@@ -107,7 +107,7 @@ class TaskCounts:
                 self.failures[known(kind)] += 1
             case AgentLoss():
                 self.failures["node_lost"] += 1
-            case WorkerDeath(cause=cause) if is_failure(fact) and cause in _DEATHS:
+            case WorkerDeath(cause=cause) if is_failure(fact) and cause != REPORTED:
                 self.failures[cause] += 1
         self.review(task, now)
 
