@@ -25,9 +25,9 @@ from torch import Tensor
 
 from unicron_lightning.checkpoints.client import IN_FLIGHT, WriterProcess
 from unicron_lightning.checkpoints.division import part_writers
-from unicron_lightning.checkpoints.messages import WriteVersion
+from unicron_lightning.checkpoints.messages import HOLDERS_LOST, WriteVersion
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, saved_bytes, stage
-from unicron_lightning.errors import ConfigError
+from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.worker.checkpoint_files import located
 from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 from unicron_lightning.worker.operations import Agreement, unpack_parts
@@ -48,6 +48,10 @@ _BROKEN_OFF_SECONDS: Final = 20.0
 """Seconds for which a run that an exception has ended waits for its checkpoints."""
 
 
+class CheckpointLost(UnicronError):
+    """All holders of a part of the newest checkpoint died after the last step, and the others cannot write it."""
+
+
 @dataclass
 class _Saved:
     """A version, from its staging on."""
@@ -56,6 +60,7 @@ class _Saved:
     step: int
     reports: bool
     state: str = "pending"
+    error: str = ""
     then: list[Callable[[], None]] = field(default_factory=list)
     removes: list[str] = field(default_factory=list)
 
@@ -79,6 +84,8 @@ class Persisting:
         self._saved: list[_Saved] = []
         self._last = "complete"
         """State of the newest finished version."""
+        self._lost = ""
+        """Path of the newest finished version and its error, if no member can write it any more."""
         self._replaced: list[str] = []
         """Checkpoints to remove once a newer version is complete."""
         self._due: list[str] = []
@@ -196,7 +203,11 @@ class Persisting:
             logger.warning("checkpoints_not_finished seconds=%g", seconds)
 
     def close(self, *, whole: bool) -> None:
-        """End a run: wait for the versions, if no exception has ended it, and end the writer."""
+        """End a run: wait for the versions, if no exception has ended it, and end the writer.
+
+        Raises:
+            CheckpointLost: the run is whole, and its newest version is lost: the next life trains the last steps again.
+        """
         self._copies.settle()
         if self._writer is not None:
             self._writer.close(WRITE_SECONDS if whole else _BROKEN_OFF_SECONDS)
@@ -204,6 +215,9 @@ class Persisting:
             self._sweep(all_ranks=True)  # the first rank may have died since the last step
         for left in (self._saved, self._replaced, self._due):
             left.clear()
+        lost, self._lost = self._lost, ""
+        if whole and lost:
+            raise CheckpointLost(lost)
 
     # ---- parts of a save
 
@@ -266,11 +280,13 @@ class Persisting:
             if control is not None and strategy.engine.world.rank == 0:
                 control.event("checkpoint_failed", path=saved.path, step=saved.step, error=error[:500])
         with self._lock:
-            saved.state = "complete" if digest else "failed"
+            saved.state, saved.error = "complete" if digest else "failed", error
             finished = []
             while self._saved and self._saved[0].state != "pending":
                 finished.append(self._saved.pop(0))
                 self._last = finished[-1].state
+                newest = finished[-1]
+                self._lost = f"{newest.path}: {newest.error}" if newest.error.startswith(HOLDERS_LOST) else ""
                 self._replaced += finished[-1].removes
                 if self._last == "complete":
                     self._due, self._replaced = self._due + self._replaced, []

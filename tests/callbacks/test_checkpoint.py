@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from unicron_lightning.checkpoints.names import is_folder
 from unicron_lightning.checkpoints.staging import stage
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.local_cluster.processes import until
+from unicron_lightning.strategies.state.persisting import CheckpointLost, Persisting
 
 
 class Line(pl.LightningModule):
@@ -134,6 +137,30 @@ def test_a_checkpoint_whose_successor_fails_is_removed_with_the_next(
     saver.doubles_at = 6
     trained(saver, steps=9)
     assert [path.name for path in tmp_path.iterdir()] == ["epoch=1-step=8.ckpt"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("last", [False, True])
+def test_a_run_whose_newest_checkpoint_nobody_can_write_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool
+) -> None:
+    """Another worker holds half of the checkpoint, and has died."""
+    agree, saves = Persisting._agree, list[Any]()
+
+    def agree_with_another(self: Persisting) -> Any:
+        saves.append(agree(self))
+        if len(saves) != (2 if last else 1):
+            return saves[-1]
+        return replace(saves[-1], workers=["", "other"], parts=["", ""], holders=[[0], [1]])
+
+    monkeypatch.setattr(Persisting, "_agree", agree_with_another)
+    monkeypatch.setattr(Persisting, "_members", lambda self: {""})
+    saver = UnicronCheckpoint(tmp_path / "saved", every_n_train_steps=3, save_top_k=-1)
+    named = r"step=6.ckpt: all holders of the parts \[1\] were lost before"
+    with pytest.raises(CheckpointLost, match=named) if last else nullcontext():
+        trained(saver, steps=6)
+    names = [path.name for path in (tmp_path / "saved").glob("*.ckpt")]
+    assert names == ["epoch=0-step=3.ckpt" if last else "epoch=1-step=6.ckpt"]
 
 
 @pytest.mark.timeout(60)

@@ -19,11 +19,14 @@ from joins.running import Alone, Site, World
 
 from unicron_lightning.cli.client import quoted
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
+from unicron_lightning.strategies.state.persisting import CheckpointLost
 
 SECONDS: Final = 60.0
 """Most time of a case."""
 ORDER_SECONDS: Final = 10.0
 """Most time in which the coordinator answers an order."""
+HOLDERS: Final = 2
+"""Workers that hold each part of a checkpoint, at least."""
 TOLERANCE: Final = 1e-9
 """Differences by the order of additions in float64, over some dozen steps; a hundred times as much of large values."""
 TOLERANCE_FLOAT32: Final = 2e-5
@@ -74,12 +77,14 @@ def run(site: Site, name: str, case: Case) -> Verdict:
         alone.stop()
     faults += [f"{who} ended with {found}" for who, found in codes.items() if any(found)]
     died = len(list(folder.glob("died-*")))
+    logs = [*(folder / "agents").glob("*.log"), *(folder / "single").glob("*.log")]
+    log = "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
     if not faults:
         faults = _compared(case, folder, died, given)
     elif any(codes["alone"]):
         faults = ["alone: " + _last_error(folder / "single" / "alone.log"), *faults]
-    logs = [*(folder / "agents").glob("*.log"), *(folder / "single").glob("*.log")]
-    log = "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
+    elif died >= HOLDERS and f"{CheckpointLost.__name__}: " in log:  # after the last step: the task fails, with a reason
+        faults = []
     joined = len(set(re.findall(r"(\S+ is back)", log)))
     seconds = time.monotonic() - began
     found = {"faults": tuple(faults), "died": died, "given": tuple(given), "joined": joined}

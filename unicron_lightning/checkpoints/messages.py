@@ -110,6 +110,10 @@ class VersionFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     error: str
 
 
+HOLDERS_LOST: Final = "all holders of the parts"
+"""Beginning of the error of a version that nobody can write any more."""
+
+
 class VersionOver(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     """[to the worker] Others have finished the version, and nothing of it is left."""
 

@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from unicron_lightning.checkpoints.messages import (
+    HOLDERS_LOST,
     StagedTensor,
     ToWorker,
     VersionFailed,
@@ -102,7 +103,7 @@ class WritingVersion:
             storage.clean()  # of writers that were late
             return VersionWritten(number=order.number, digest=digest)
         if (lost := self._lost_parts(missing, names)) and time.monotonic() > self._lost[-1] + _LOST_SECONDS:
-            return self._fail(f"all holders of the parts {lost} were lost before these were written")
+            return self._fail(f"{HOLDERS_LOST} {lost} were lost before these were written")
         if time.monotonic() > self._deadline:
             return self._fail(f"parts {sorted(missing)} were not written within {order.seconds:g} s")
         return None
