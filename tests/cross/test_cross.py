@@ -76,7 +76,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_forks_go_on_whenever_a_stub_is_killed(place: Site, tmp_path: Path) -> None:
     command, output = [*place.stub, "cross.cases", str(tmp_path), "name"], subprocess.DEVNULL
     for number in range(60):
@@ -88,7 +88,7 @@ def test_forks_go_on_whenever_a_stub_is_killed(place: Site, tmp_path: Path) -> N
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.allow_leak("unix_sockets", reason="an agent that was killed last has no successor that removes its socket")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_cases(seed: int, place: Site) -> None:
@@ -97,7 +97,7 @@ def test_random_cases(seed: int, place: Site) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", KEPT)
 def test_kept_cases(name: str, place: Site) -> None:
     verdict = run(place, name, Case.from_text(KEPT[name]))
@@ -106,7 +106,7 @@ def test_kept_cases(name: str, place: Site) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_megatron_cases(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core.package_info")
     with site(tmp_path, "cross.megatron") as own, ThreadPoolExecutor(2) as pool:
@@ -118,7 +118,7 @@ def test_megatron_cases(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_the_coordinator_starts_again(tmp_path: Path) -> None:
     text = """{"script": {"hooks": ["counting"], "validation": "epoch"}, "strikes": [{"step": 6}],
         "orders": [{"kind": "coordinator"}]}"""
@@ -128,7 +128,7 @@ def test_the_coordinator_starts_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found(fault: str, place: Site) -> None:
     case = Case.from_text(PLANTED[fault])
