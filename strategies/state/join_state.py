@@ -149,6 +149,7 @@ def beside(trainer: pl.Trainer, checkpoint: dict[str, Any], layout: SumsLayout, 
         "callbacks": callbacks.state(trainer),
         "layers": layers,
         "validates": epoch_loop.val_loop._combined_loader is not None,
+        "validation_batches": list(epoch_loop.val_loop._max_batches),
         "versions": versions(trainer.loggers),
         "settings": _settings_of(trainer),
         "layout": layout.state(),
@@ -353,7 +354,8 @@ def arrive(trainer: pl.Trainer, state: dict[str, Any], layout: SumsLayout, devic
     fetcher.fetched = fit_loop.epoch_loop.batch_progress.current.ready
     if not state.get("validates", True):  # Lightning has set up what the members' run, begun in an earlier epoch, lacks
         val_loop = fit_loop.epoch_loop.val_loop
-        val_loop._combined_loader, val_loop._max_batches = None, []
+        # The numbers of an earlier fit's batches stay until the first validation of this one.
+        val_loop._combined_loader, val_loop._max_batches = None, state.get("validation_batches", [])
 
 
 def restore_again(trainer: pl.Trainer, state: dict[str, Any], layout: SumsLayout, device: torch.device) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -137,6 +139,18 @@ def test_a_checkpoint_whose_successor_fails_is_removed_with_the_next(
     saver.doubles_at = 6
     trained(saver, steps=9)
     assert [path.name for path in tmp_path.iterdir()] == ["epoch=1-step=8.ckpt"]
+
+
+def test_a_process_with_a_thousand_open_files(tmp_path: Path) -> None:
+    """As one of a large world has: select() would refuse the writer's."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    with ExitStack() as stack:
+        for _ in range(1024):
+            stack.enter_context(Path(os.devnull).open())
+        trained(UnicronCheckpoint(tmp_path, every_n_train_steps=3), steps=3)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch=0-step=3.ckpt"]
 
 
 @pytest.mark.timeout(60)

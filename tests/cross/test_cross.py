@@ -38,6 +38,8 @@ KEPT = {
         "resumes": true}, "strikes": [{"fit": 2, "step": 8, "rank": -1}]}""",
     "row_of_the_last_epoch": """{"script": {"saves": "model"}, "strikes": [{"step": 11, "point": "on_train_epoch_end",
         "rank": 0}]}""",
+    "later_fit_before_its_validation": """{"script": {"validation": "second", "saves": "model", "fits": 2},
+        "strikes": [{"fit": 2, "step": 14}]}""",
     "weights_changed_after_a_validation": """{"script": {"strategy": "unicron_fsdp", "hooks": ["scaled_weights"],
         "validation": "epoch"}, "strikes": [{"step": 8}], "plain": true}""",
 }

@@ -350,6 +350,15 @@ def finder() -> pl.Callback:
     return LearningRateFinder(1e-4, 0.1, num_training_steps=20)
 
 
+def validated_twice(folder: Path) -> list[Run]:
+    """Two fits by one trainer; the second has not validated yet, and has the numbers of the first one's batches."""
+    module, given = Net(), {"train_dataloaders": data(), "val_dataloaders": data(12, seed=2)}
+    savers = [ModelCheckpoint(folder / "saved", every_n_train_steps=2, monitor="loss")]
+    settings = {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "enable_checkpointing": True}
+    first = Run(module=module, data=given, callbacks=savers, trainer=settings, epochs=2)
+    return [first, Run(module=module, data=given, trainer=None, epochs=2)]
+
+
 SCRIPTS = {
     "plain": Script(runs=hooked()),
     "half_rates": Script(runs=hooked(HalfRates)),
@@ -362,6 +371,7 @@ SCRIPTS = {
     "counting": Script(runs=hooked(Counting, ScaledWeights)),
     "manual": Script(runs=hooked(ScaledWeights, RateAtStart, net=Manual), kill=(1, 10, 1)),
     "norms_in_validation": Script(runs=hooked(TrainsInValidation, check_val_every_n_epoch=1), kill=(1, 13, 1)),
+    "later_fit_before_its_validation": Script(runs=validated_twice, kill=(2, 14, 1)),
     "swa": Script(runs=hooked(averaging), kill=(1, 8, 1)),
     "swa_norms": Script(runs=hooked(averaging), kill=(1, 18, 1)),
     "swa_lambda": Script(runs=hooked(averaging, net=Lambda), kill=(1, 8, 0)),

@@ -120,10 +120,11 @@ class Cut:
         self._transport.resume_reading()
 
     def _send_late(self, real: int) -> None:
+        poll = select.poll()
+        poll.register(real, select.POLLOUT)
         while data := self._read_written():
             while data:
-                _, writable, _ = select.select([], [real], [], _SEND_SECONDS)
-                if not writable:
+                if not poll.poll(1000 * _SEND_SECONDS):
                     return
                 data = data[os.write(real, data) :]
 

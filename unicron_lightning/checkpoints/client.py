@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import select
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from typing import Any, Final
 
 from unicron_lightning.checkpoints.messages import (
@@ -173,7 +173,7 @@ class WriterProcess:
     def _serve(self) -> None:
         while True:
             waits: list[Any] = [self._wake_read, *([] if self._channel is None else [self._channel])]
-            ready, _, _ = select.select(waits, [], [], _LOOK_SECONDS if self._versions else None)
+            ready = wait(waits, _LOOK_SECONDS if self._versions else None)
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             try:

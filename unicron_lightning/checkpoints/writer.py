@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import select
 import signal
 import socket
 import sys
+from multiprocessing.connection import wait
 from typing import Final
 
 import torch
@@ -42,7 +42,7 @@ def serve(channel: Channel) -> None:
     versions = Versions()
     channel.send(WriterReady())
     while True:
-        ready, _, _ = select.select([channel], [], [], _LOOK_SECONDS if versions else None)
+        ready = wait([channel], _LOOK_SECONDS if versions else None)
         if ready:
             received = channel.receive()
             if received is None:

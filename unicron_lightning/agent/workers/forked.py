@@ -13,13 +13,13 @@ import inspect
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Final
 
@@ -238,7 +238,7 @@ class PreparedStarts:
 
     def _answer(self, link: socket.socket, seconds: float, what: str) -> bytes:
         """Receive from the prepared process or a worker; give both up if nothing comes."""
-        readable, _, _ = select.select([link], [], [], seconds)
+        readable = wait([link], seconds)
         content = b""
         if readable:
             try:

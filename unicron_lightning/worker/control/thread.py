@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import wait
 from typing import Any, Final
 
 import msgspec
@@ -296,7 +296,7 @@ class Control:
             if self._monitor is not None:
                 pause = min(pause, self._watch(self._monitor))
             sources: list[socket.socket | int] = [self._socket, self._wake_read]
-            readable, _, _ = select.select(sources, [], [], max(0.0, pause))
+            readable = wait(sources, max(0.0, pause))  # of any number: select() takes descriptors below 1024
             if self._socket not in readable:
                 continue
             try:
