@@ -16,6 +16,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 from cross.cases import FUNCTIONS, POINTS, Case, Strike
 
+START_SECONDS: Final = 30.0
 PATIENCE_SECONDS: Final = 8.0
 """Most that survivors wait for a replacement: it may wait for them elsewhere."""
 ORDER_SECONDS: Final = 0.5
@@ -81,7 +82,8 @@ class Strikes(pl.Callback):
         if not begins and (self._replaces or not self._case.waits or died <= self._expected):
             return
         self._expected = died
-        _wait(PATIENCE_SECONDS, lambda: _changes(trainer) or trainer.world_size >= trainer.num_nodes)
+        workers = self._case.script.workers
+        _wait(START_SECONDS if begins else PATIENCE_SECONDS, lambda: _changes(trainer) or trainer.world_size >= workers)
 
     def order(self, trainer: pl.Trainer) -> None:
         """Have the orders given that are due, and wait a moment for their effect."""

@@ -54,7 +54,11 @@ class Module(pl.LightningModule):
 
     def on_train_start(self) -> None:
         if self.global_step:
-            self.found = state_of(self.trainer)
+            self.found = self.state()
+
+    def state(self) -> dict[str, Any]:
+        """Return a copy of the tensors and settings of the run."""
+        return state_of(self.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == SAVED // 2:
@@ -69,7 +73,6 @@ class Module(pl.LightningModule):
 
 
 def state_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return a copy of the tensors and settings of a run."""
     module, [optimizer], [schedule] = trainer.lightning_module, trainer.optimizers, trainer.lr_scheduler_configs
     tensors = {name: local_shard(each.detach()) for name, each in module.state_dict(keep_vars=True).items()}
     names = {id(each): name for name, each in module.named_parameters()}
@@ -87,7 +90,7 @@ class Saved(pl.Callback):
         self.given = b""
 
     def on_save_checkpoint(self, trainer: pl.Trainer, *others: Any) -> None:
-        self.state = state_of(trainer)
+        self.state = trainer.lightning_module.state()
 
 
 class Parts(Saved):
@@ -101,7 +104,7 @@ class Parts(Saved):
         strategy: Any = trainer.strategy
         if trainer.global_step == SAVED:
             membership.save_whole(strategy, strategy._membership.state(trainer), self.path)
-            self.state = state_of(trainer)
+            self.state = trainer.lightning_module.state()
 
 
 class Resumes(pl.Callback):
@@ -117,7 +120,7 @@ class Resumes(pl.Callback):
 
 def fitted(
     strategy: Any,
-    module: Module,
+    module: pl.LightningModule,
     steps: int,
     *callbacks: pl.Callback,
     resume: Path | None = None,
@@ -187,7 +190,7 @@ class Gives(pl.Callback):
             join_state.receive(trainer, state["whole"])
             if state["shard"]:
                 strategy.parallelism.member.model.load_state(state["shard"])
-            pl_module.found = state_of(trainer)
+            pl_module.found = pl_module.state()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *others: Any) -> None:
         strategy: Any = trainer.strategy
@@ -195,7 +198,7 @@ class Gives(pl.Callback):
             member = getattr(strategy.parallelism, "_member", None)
             shard = b"" if member is None else member.model.state()
             self.data = codec.encode({"whole": strategy._membership.state(trainer), "shard": shard})
-            self.state = state_of(trainer)
+            self.state = trainer.lightning_module.state()
 
 
 def members(rank: int, world: int, folder: Path, strategy: str) -> None:

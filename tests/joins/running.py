@@ -58,9 +58,6 @@ class World(Alone):
         size: number of nodes, each with a worker.
         least: nodes with which the task goes on.
         restarts: of an agent's worker.
-
-    Attributes:
-        came: when the newest agent was started, in seconds since the epoch.
     """
 
     def __init__(self, site: Site, task: str, folder: Path, size: int, least: int, restarts: int) -> None:
@@ -70,7 +67,6 @@ class World(Alone):
         self._script: list[str] = []
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._leaving: set[int] = set()
-        self.came = 0.0
 
     def label(self, node: int) -> str:
         """Return a node's label."""
@@ -86,7 +82,6 @@ class World(Alone):
             self._start(node)
 
     def _start(self, node: int) -> None:
-        self.came = time.time()
         conf = f"node={self.label(node)},state_dir={self._site.cluster.state_dir},allow_injection=false"
         self.processes.start(f"agent{node}", [*self._stub, "agent", "--rdzv-conf", conf, *self._script])
 

@@ -49,10 +49,11 @@ def worlds_of(folder: Path, *modules: str) -> Iterator[Worlds]:
     """Start the process that forks worlds.
 
     Args:
-        folder: has the modules of the scenarios.
+        folder: has the modules of the scenarios, which may import those of other folders of tests.
         modules: imported before the first world.
     """
-    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
+    paths = [str(folder), str(FORKS.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, str(FORKS), *modules]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:

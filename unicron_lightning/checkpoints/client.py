@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import Any, Final
+from typing import Final
 
 from unicron_lightning.checkpoints.messages import (
     Channel,
@@ -172,7 +172,8 @@ class WriterProcess:
 
     def _serve(self) -> None:
         while True:
-            waits: list[Any] = [self._wake_read, *([] if self._channel is None else [self._channel])]
+            channel = self._channel
+            waits = [self._wake_read, *([] if channel is None else [channel.fileno()])]
             ready = wait(waits, _LOOK_SECONDS if self._versions else None)
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
@@ -195,7 +196,7 @@ class WriterProcess:
                     self._channel.send(LeaveUntraced())
                 self._report_gone()
                 self._end_late()
-                if self._channel in ready:
+                if channel is not None and channel is self._channel and channel.fileno() in ready:
                     self._receive()
             except OSError as error:
                 self._start_again(str(error))

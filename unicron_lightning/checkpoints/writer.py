@@ -42,7 +42,7 @@ def serve(channel: Channel) -> None:
     versions = Versions()
     channel.send(WriterReady())
     while True:
-        ready = wait([channel], _LOOK_SECONDS if versions else None)
+        ready = wait([channel.fileno()], _LOOK_SECONDS if versions else None)
         if ready:
             received = channel.receive()
             if received is None:
