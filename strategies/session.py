@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -49,6 +50,13 @@ _DESTROYED_SECONDS = 20.0
 
 class FitPassed(UnicronError):
     """This worker's script is in another ``fit`` than its task; no `ConfigError`, which would end the task."""
+
+
+def _close(known: weakref.ref[Session]) -> None:
+    """Close a session, if there is a trainer that uses it."""
+    session = known()
+    if session is not None:
+        session.close()
 
 
 class Session(OfProcess):
@@ -116,8 +124,10 @@ class Session(OfProcess):
         self._ready_to_abort.set()
         if self.control is not None:
             self.control.on_order = self._on_order
-        if self.control is not None or fabric is not None:  # otherwise nothing outlives a run
+        if self.control is not None:
             atexit.register(self.close)
+        elif fabric is not None:  # otherwise nothing outlives a run
+            atexit.register(_close, weakref.ref(self))  # its trainer and model may be dropped before
 
     def find_unreported(self) -> None:
         """Add to `resume` what is complete on disk, but was not reported; for all founders of a life together."""

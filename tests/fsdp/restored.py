@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -223,3 +225,10 @@ def double(rank: int, world: int, folder: Path, strategy: str) -> None:
     path = folder / f"step={SAVED}.ckpt"
     fitted(strategy_of(strategy, ""), again, SAVED + 1, resume=path, precision="64-true")
     same(again.found, saved.state)
+
+
+def dropped(rank: int, world: int, folder: Path, strategy: str) -> None:
+    """A trainer that the script drops is not kept."""
+    known = weakref.ref(fitted(strategy_of(strategy, ""), Module(1), 1))
+    gc.collect()
+    assert known() is None

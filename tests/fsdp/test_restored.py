@@ -34,3 +34,8 @@ def test_the_state_of_a_member(worlds: Worlds, tmp_path: Path, strategy: str) ->
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_double_precision(worlds: Worlds, tmp_path: Path, strategy: str) -> None:
     worlds.run("restored:double", 1, tmp_path, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_dropped_trainer(worlds: Worlds, tmp_path: Path, strategy: str) -> None:
+    worlds.run("restored:dropped", 1, tmp_path, strategy=strategy)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -154,3 +156,13 @@ def members(rank: int, world: int, folder: Path, kind: str) -> None:
     again = Module(**KINDS[kind])
     fitted(strategy_of(kind), again, SAVED + 1, Remembered(remembered.data))
     same(again.found, remembered.state)
+
+
+def dropped(rank: int, world: int, folder: Path) -> list[int]:
+    """Return the number of open files after each of some fits, whose trainers are dropped with their groups."""
+    found = []
+    for _ in range(3):
+        fitted(strategy_of("divided"), Module(**KINDS["divided"]), 1)
+        gc.collect()
+        found.append(len(os.listdir("/proc/self/fd")))
+    return found

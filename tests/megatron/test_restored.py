@@ -21,3 +21,8 @@ def test_a_checkpoint(worlds: Worlds, tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_state_in_memory(worlds: Worlds, tmp_path: Path, kind: str) -> None:
     worlds.run("restored:members", 1, tmp_path, kind=kind)
+
+
+def test_dropped_trainers_leave_no_files(worlds: Worlds, tmp_path: Path) -> None:
+    [found] = worlds.run("restored:dropped", 1, tmp_path)
+    assert found == [found[0]] * 3
