@@ -18,6 +18,7 @@ from unicron_lightning.coordinator.config.health import (
     check_positive,
 )
 from unicron_lightning.coordinator.events import Limits
+from unicron_lightning.detection.health import HealthLimits
 from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.errors import ConfigError
@@ -288,7 +289,7 @@ class CoordinatorConfig:
         made: dict[str, Any] = {
             "silence": self.detection.silence(),
             "watch": self.detection.watch(),
-            "health": self.health,
+            "health": HealthLimits(**{each.name: given[each.name] for each in fields(HealthLimits)}),
             "patterns": tuple(Pattern(pattern=row.pattern, kind=row.kind) for row in self.health.patterns),
         }
         same = {each.name: given[each.name] for each in fields(Limits) if each.name in given}
