@@ -1,7 +1,7 @@
 """Makes a forked process what an ordinary start of ``python -u SCRIPT ARGUMENTS`` or ``-m MODULE`` would have made.
 
-What a process inherits from its parent is not handled here: it is equal, or the agent does not ask for a fork
-(`situation`).
+Of what a process inherits from its parent only ignored signals are handled here: the rest is equal, or the agent does
+not ask for a fork (`situation`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,32 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Final
 
 OPTIONS = ("-u",)
 """Interpreter's options of all workers, and of the prepared process."""
+
+
+_BY_INTERPRETER: Final = {signal.SIGPIPE, signal.SIGXFSZ}
+"""Signals that an interpreter ignores, whatever it has inherited."""
+
+
+def ignore(inherited: Collection[int]) -> None:
+    """Ignore the signals that an ordinary worker would, and no others.
+
+    Args:
+        inherited: those that the agent ignores now.
+    """
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        wanted = number in inherited or number in _BY_INTERPRETER
+        if wanted and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_IGN)
+        elif not wanted and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def become(command: Sequence[str], environment: Mapping[str, str], changes: Mapping[str, str | None]) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 FORK: Final = b"fork"
 """Agent to prepared process, with `FILES` descriptors: the text of the request, the standard files, a worker's socket.
 
-The text is JSON: ``{"command": [...], "environment": {...}}``.
+The text is JSON: ``{"command": [...], "environment": {...}, "ignored": [...]}``, the last one with numbers of signals.
 """
 FILES: Final = 5
 NO_ROOM: Final = b"no room"

@@ -34,6 +34,7 @@ class Program(NamedTuple):
 
     command: list[str]
     environment: dict[str, str]
+    ignored: list[int]
     link: socket.socket
 
 
@@ -134,7 +135,7 @@ def _adopted(files: list[int], agent: int) -> Program:
             os._exit(1)
     except OSError:
         os._exit(1)
-    return Program(request["command"], request["environment"], link)
+    return Program(**request, link=link)
 
 
 def main() -> None:
@@ -153,6 +154,7 @@ def main() -> None:
     link.send(json.dumps({"problem": problem(), "imported": imported()}).encode())
     worker = serve(link, agent)
     worker.link.close()
+    becoming.ignore(worker.ignored)
     becoming.become(worker.command, worker.environment, changes)
     becoming.run(worker.command)
 

@@ -158,15 +158,9 @@ def changed_umask() -> Callable[[], object]:
     return lambda: os.umask(before)
 
 
-def ignored_signal() -> Callable[[], object]:
-    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    return lambda: signal.signal(signal.SIGUSR2, before)
-
-
 @pytest.mark.parametrize(("change", "reason"), [
     (changed_limit, "the agent has changed its limits"),
     (changed_umask, "the agent has changed its Umask"),
-    (ignored_signal, "the agent has changed its SigIgn"),
 ])  # fmt: skip
 def test_what_the_agent_has_changed_is_inherited(
     change: Callable[[], Callable[[], object]], reason: str, starts: PreparedStarts, tmp_path: Path,
@@ -183,6 +177,31 @@ def test_what_the_agent_has_changed_is_inherited(
     assert [each[::3] for each in ends] == [(0, False)] * 2
     assert [record.getMessage() for record in caplog.records] == [f"ordinary_start reason={reason!r}"]
     assert ended(tmp_path, str(SCRIPT), "0").forked
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_forked_worker_ignores_the_signals_that_the_agent_ignores_then(
+    later: bool, own: PreparedStarts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an agent does whose shell has had it ignore some, which torchelastic handles later."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)}
+    try:
+        _ignore(before, ignored=not later)
+        own.start()
+        _ignore(before, ignored=later)
+        one = ended(tmp_path / "worker", str(SCRIPT), "print")
+        monkeypatch.setattr(SubprocessHandler, "_popen", USUAL)
+        two = ended(tmp_path / "worker", str(SCRIPT), "print")
+    finally:
+        _ignore(before, ignored=False)
+    assert (one.forked, two.forked) == (True, False), (one, two)
+    found, expected = (json.loads(each.out)["system"] for each in (one, two))
+    assert all(found[name] == expected[name] for name in ("SigIgn", "SigCgt", "handlers")), (found, expected)
+
+
+def _ignore(usual: Mapping[signal.Signals, Any], *, ignored: bool) -> None:
+    for number, handler in usual.items():
+        signal.signal(number, signal.SIG_IGN if ignored else handler)
 
 
 def test_other_variables_lead_to_an_ordinary_start(

@@ -254,7 +254,7 @@ class PreparedStarts:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         file = os.memfd_create("worker")
         try:
-            text = json.dumps({"command": args, "environment": env}).encode()
+            text = json.dumps({"command": args, "environment": env, "ignored": situation.ignored()}).encode()
             with open(file, "wb", closefd=False) as request:
                 request.write(text)
             _adopt_orphans(True)
