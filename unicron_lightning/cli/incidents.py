@@ -76,7 +76,7 @@ def _print_table(answer: dict[str, Any], none: str) -> None:
     if not bills:
         screen.print(none)
         return
-    screen.print(incident_table(bills, screen.width))
+    screen.print(incident_table(sorted(bills, key=lambda bill: bill["fault_at"]), screen.width))
     screen.print(f"all {sums['incidents']}: {_sums(sums['phases'])}", highlight=False)
     if sums["unknown_waf"]:
         screen.print(f"{sums['unknown_waf']} without WAF-seconds: {_UNKNOWN}", highlight=False)

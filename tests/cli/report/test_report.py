@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import xml.etree.ElementTree as ET
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from coordinator.driver import World, running, settle
 from coordinator.incidents.test_accounting import die, recover, tell
 
+from unicron_lightning.cli.output import visible
 from unicron_lightning.cli.report.command import losses_of
 from unicron_lightning.cli.report.pages import markdown, page, thinned
 from unicron_lightning.cli.report.story import TaskStory, story_of
@@ -102,7 +104,9 @@ def test_the_page_is_self_contained_and_escaped(world):
     ET.fromstring(re.sub(r"<meta[^>]*>", "", text.removeprefix("<!doctype html>\n")))  # well-formed
     assert len(text) < 60_000
     assert "<td>newest known step</td><td>2999</td>" in text, "the curve's, if it is newer"
-    assert re.search(r"th \{[^}]*overflow-wrap: normal", text), "no heading is divided within a word"
+    divided = re.findall(r"([\w., ]+) \{[^}]*overflow-wrap: anywhere", text)
+    assert [each.strip() for each in divided] == ["td.long"], "no other cell is divided within a word"
+    assert set(re.findall(r'<td class="long">([^<]*)', text)) == {html.escape(visible(HOSTILE))}
     plain = markdown(story, [(1, 0.5)])
     assert "<script" not in plain and "| incident |" in plain and "| 1 | 0.5 |" in plain
 

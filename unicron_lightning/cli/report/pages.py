@@ -13,6 +13,7 @@ from unicron_lightning.coordinator.incidents.record import PHASES
 _WIDTH: Final = 860
 _HEIGHT: Final = 170
 _LEFT: Final = 60
+_LONG_WORD: Final = 24
 _COLOURS: Final = {
     "productive": "#1a8f4c",
     "start_up": "#8aa0bd",
@@ -28,8 +29,8 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 30px aut
   background: var(--back); }
 h1 { font-size: 24px; } h2 { font-size: 17px; margin-top: 30px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
-th { color: var(--dim); font-weight: 500; overflow-wrap: normal; }
+th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--line); }
+th { color: var(--dim); font-weight: 500; } td.long { overflow-wrap: anywhere; }
 .n { text-align: right; font-variant-numeric: tabular-nums; }
 .dim { color: var(--dim); } .bar { display: flex; height: 20px; border-radius: 5px; overflow: hidden; margin: 10px 0; }
 svg { width: 100%; height: auto; } svg text { fill: var(--dim); font-size: 11px; } svg .axis { stroke: var(--line); }
@@ -151,8 +152,14 @@ def _text(text: str) -> str:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{_text(each)}</th>" for each in heads) if any(heads) else ""
-    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(text: str) -> str:
+    """Return a cell in which only words are divided that would widen the table beyond the page, such as paths."""
+    start = '<td class="long">' if any(len(word) > _LONG_WORD for word in text.split()) else "<td>"
+    return f"{start}{_text(text)}</td>"
 
 
 def _bar(story: TaskStory) -> str:

@@ -125,7 +125,7 @@ def story_of(
     ]
     saves = [(event["at"], int(event["fields"].get("step", 0))) for event in own if event["name"] == "checkpoint_saved"]
     lives = [at for at, fact in facts if isinstance(fact, LifeBegun)]
-    mine = [bill for bill in bills if bill["fault_at"] >= began - 1]
+    mine = sorted((bill for bill in bills if bill["fault_at"] >= began - 1), key=lambda bill: bill["fault_at"])
     first_step = min([at for at, *_ in steps], default=None)
     start_up = None if first_step is None else max(0.0, first_step - began)
     return TaskStory(
