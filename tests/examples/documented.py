@@ -107,14 +107,10 @@ ALONE: Final = {
     "python -m unicron_lightning.simulate -m policy=unicron,megatron,oobleck": Run(
         replace=(("trace=a,b", "trace=b"), ("seed='range(5)'", "seed=0 trace.days=0.1 output.pictures=false"))
     ),
-    "python -m unicron_lightning.simulate -m policy=unicron,megatron seed": Run(
-        replace=(("range(20)", "range(2)"),), add="trace.days=0.1 output.pictures=false hydra.launcher.n_jobs=1"
-    ),
     "python -m unicron_lightning.simulate -m workload=file": Run(
         replace=(("range(10)", "range(1)"),), add="trace.days=0.1 output.pictures=false"
     ),
     "python -m unicron_lightning.simulate policy": _HYDRA,
-    "python -m unicron_lightning.simulate workload": _HYDRA,
     "python -m unicron_lightning.simulate trace=faults": Run(add="output.pictures=false"),
     "python train.py": _REFUSED,
     "python examples/sweep.py degree=3": Run(folder="checkout", add="steps=3", says="validation loss"),
