@@ -17,6 +17,7 @@ POINTS: Final = (
     "on_train_batch_start",
     "forward",
     "backward",
+    "within_backward",
     "on_after_backward",
     "on_before_optimizer_step",
     "on_train_batch_end",
@@ -27,8 +28,8 @@ POINTS: Final = (
     "on_train_epoch_end",
     "on_train_end",
 )
-"""Where a worker may die: hooks, and within the forward or backward of a micro-batch."""
-WITHIN_STEPS: Final = POINTS[2:7]
+"""Where a worker may die: hooks, the forward of a micro-batch, and the beginning and the middle of its backward."""
+WITHIN_STEPS: Final = POINTS[2:8]
 """Of these: before the end of a step."""
 FUNCTIONS: Final = 400
 """Classes into which the product's functions are divided by their names: a worker may die where it calls one."""
@@ -226,10 +227,9 @@ def draw(seed: int, *, megatron: bool = False) -> Case:
     script = _megatron(chance) if megatron else _script(chance)
     script = script.made_plain() if plain else script
     strikes = [_strike(chance, script, later=place > 0) for place in range(chance.choice((1, 1, 2, 2, 3)))]
-    if script.shard_size > 1 and len(strikes) > 1 and chance.random() < 0.6:  # partners that are left meet in one step
-        step, points = strikes[0].step, ("forward", "backward", "on_after_backward", "on_train_batch_start")
-        strikes = [replace(each, fit=1, step=step, point=chance.choice(points), joiner=False) for each in strikes]
-    if chance.random() < 0.15:
+    if script.shard_size > 1 and len(strikes) > 1 and chance.random() < 0.8:
+        strikes = _at_once(chance, strikes)
+    if chance.random() < (0.15 if script.fits == 1 else 0.3):
         strikes[-1] = replace(strikes[-1], rank=-1, joiner=False)
     orders: list[Order] = []
     if chance.random() < 0.25:
@@ -246,7 +246,7 @@ def draw(seed: int, *, megatron: bool = False) -> Case:
 
 
 def _script(chance: random.Random) -> Script:
-    strategy = chance.choice(("unicron", "unicron", "unicron", "unicron_fsdp"))
+    strategy = chance.choice(("unicron", "unicron", "unicron", "unicron_fsdp", "unicron_fsdp"))
     sharded = strategy == "unicron_fsdp"
     optimizer = chance.choice(("sgd", "adam", "adamw") if sharded else ("sgd", "adam", "adamw", "manual"))
     manual = optimizer == "manual"
@@ -257,10 +257,10 @@ def _script(chance: random.Random) -> Script:
     validation = chance.choice(("", "epoch", "second", "steps"))
     if "stopping" in hooks and not validation:
         validation = "epoch"
-    fits = 1 if "swa" in hooks or "ema" in hooks else chance.choice((1, 1, 1, 2))
+    fits = 1 if "swa" in hooks or "ema" in hooks else chance.choice((1, 1, 2))
     data = chance.choice(("map", "map", "stream", "both", "budget"))
     accumulation = 1 if manual else chance.choice((1, 1, 2, 0))
-    shard_size = chance.choice((1, 2)) if sharded else 1
+    shard_size = chance.choice((1, 2, 2)) if sharded else 1
     scaler = not sharded and not manual and "swa" not in hooks and chance.random() < 0.15
     made = Script(
         strategy=strategy,
@@ -281,7 +281,7 @@ def _script(chance: random.Random) -> Script:
         data=data,
         samples=chance.choice((24, 23, 29)),
         fits=fits,
-        trainers=fits if not sharded and chance.random() < 0.5 else 1,
+        trainers=fits if not sharded and chance.random() < 0.7 else 1,
         hooks=tuple(hooks),
         validation=validation if chance.random() < 0.9 or "stopping" in hooks else "",
         saves=chance.choice(("", "", "model", "model", "folder", "memory", "memory")),
@@ -348,6 +348,17 @@ def _strike(chance: random.Random, script: Script, *, later: bool) -> Strike:
         # An error after the last step is the task's, if another worker has finished.
         signal=9 if point not in WITHIN_STEPS else chance.choice((9, 9, 9, 9, 9, 9, 9, 9, 0, 15)),
     )
+
+
+def _at_once(chance: random.Random, strikes: list[Strike]) -> list[Strike]:
+    """Return strikes in one step; the first two leave one holder of each shard, which then meet in a replica."""
+    points = ("forward", "backward", "within_backward", "within_backward", "on_train_batch_start")
+    step = strikes[0].step
+    ranks = [*chance.choice(((0, 3), (3, 0), (1, 2), (2, 1))), *(each.rank for each in strikes[2:])]
+    rows = zip(strikes, ranks, strict=True)
+    return [
+        replace(each, fit=1, step=step, point=chance.choice(points), rank=rank, joiner=False) for each, rank in rows
+    ]
 
 
 def _steps(script: Script) -> int:

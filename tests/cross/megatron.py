@@ -81,7 +81,7 @@ class Stage(pl.LightningModule):
         loss = self._loss(output, batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("used", checksum(batch), on_step=False, on_epoch=True, reduce_fx="sum")
-        return loss if self.strikes is None else Backward.apply(loss, self)
+        return loss if self.strikes is None else Backward.apply(loss, self, "backward")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         return self._forward(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import lightning.pytorch as pl
@@ -22,10 +22,16 @@ LARGE: Final = 2.6
 
 
 class Core(nn.Module):
-    """Two layers beside each other, two after each other, and a head."""
+    """Two layers beside each other, two after each other, and a head.
 
-    def __init__(self, script: Script) -> None:
+    Args:
+        script: says which parts it has.
+        middle: has the head's input, whose backward is in the middle of the whole.
+    """
+
+    def __init__(self, script: Script, middle: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
+        self._middle = middle
         norm = nn.BatchNorm1d(4) if script.norm else nn.Identity()
         self.backbone = nn.Sequential(nn.Linear(3, 4), norm, nn.Dropout(0.2 if script.dropout else 0.0))
         self.extra = nn.Linear(3, 4)
@@ -36,7 +42,7 @@ class Core(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = (self.backbone(x) + self.extra(x)).tanh()
-        found: torch.Tensor = self.head(hidden + self.mixing(hidden))
+        found: torch.Tensor = self.head(self._middle(hidden + self.mixing(hidden)))
         return found
 
 
@@ -49,7 +55,7 @@ class Net(pl.LightningModule):
         self.plain = plain
         vars(self)["strikes"] = strikes
         torch.manual_seed(0)
-        self.core = Core(script)
+        self.core = Core(script, lambda value: self._strikes_at("within_backward", value))
         if script.metric:
             self.seen = MeanMetric()
         if script.unused:
@@ -81,8 +87,7 @@ class Net(pl.LightningModule):
             self.seen(loss.detach())
             self.log("seen", self.seen, on_step=False, on_epoch=True)
         self.log("used", checksum(batch), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
-        if self.strikes is not None and loss.requires_grad:
-            loss = Backward.apply(loss, self)
+        loss = self._strikes_at("backward", loss)
         if self.script.scaler and max(float(part[0].max()) for part in parts(batch)) > LARGE:
             loss = loss * torch.inf
         if self.plain:
@@ -90,6 +95,12 @@ class Net(pl.LightningModule):
         if self.automatic_optimization:
             return loss
         return self._by_hand(loss, batch_idx)
+
+    def _strikes_at(self, point: str, value: torch.Tensor) -> torch.Tensor:
+        """Return a value in whose backward the worker may die."""
+        if self.strikes is None or not value.requires_grad:
+            return value
+        return Backward.apply(value, self, point)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
@@ -157,18 +168,18 @@ def parts(batch: Any) -> list[Any]:
 
 
 class Backward(torch.autograd.Function):
-    """Passes a loss on, and strikes in its backward."""
+    """Passes a value on, and strikes at a point in its backward."""
 
     @staticmethod
-    def forward(context: Any, loss: torch.Tensor, module: pl.LightningModule) -> torch.Tensor:
-        context.module = module
-        return loss.clone()
+    def forward(context: Any, value: torch.Tensor, module: pl.LightningModule, point: str) -> torch.Tensor:
+        context.module, context.point = module, point
+        return value.clone()
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:
         strikes = context.module.strikes
-        strikes.at("backward", context.module.trainer)
-        return gradients[0], None
+        strikes.at(context.point, context.module.trainer)
+        return gradients[0], None, None
 
 
 def samples(number: int, seed: int) -> torch.Tensor:

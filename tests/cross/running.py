@@ -71,7 +71,8 @@ def run(site: Site, name: str, case: Case) -> Verdict:
         while (not world.has_ended() or not alone.has_ended()) and time.monotonic() - began < SECONDS:
             given += _give_orders(site, world, case, folder)
             time.sleep(0.02)
-        codes = {"alone": alone.codes(), "world": world.codes()}
+        again = _again(site, world, folder)
+        codes = {"alone": alone.codes()} if again else {"alone": alone.codes(), "world": world.codes()}
     finally:
         world.stop()
         alone.stop()
@@ -79,7 +80,7 @@ def run(site: Site, name: str, case: Case) -> Verdict:
     died = len(list(folder.glob("died-*")))
     logs = [*(folder / "agents").glob("*.log"), *(folder / "single").glob("*.log")]
     log = "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
-    if not faults and not _again(site, world, folder):
+    if not faults and not again:
         faults = _compared(case, folder, died, given)
     elif any(codes["alone"]):
         faults = ["alone: " + _last_error(folder / "single" / "alone.log"), *faults]
@@ -165,7 +166,10 @@ def _ask(site: Site, path: str, **fields: object) -> None:
 
 
 def _again(site: Site, world: World, folder: Path) -> bool:
-    """Whether an agent came when the task was over: it has run the script again, as a task of its own."""
+    """Whether an agent came when the task was over: it has run the script again, as a task of its own.
+
+    That task may wait for a second node until the case's time is over.
+    """
     ends = [path.stat().st_mtime for path in folder.glob("result-*.json")]
     began = [event["at"] for event in site.cluster.events("task_created") if event["task"] == world.task]
     return max(began) > min(ends, default=math.inf)

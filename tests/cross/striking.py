@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 from cross.cases import FUNCTIONS, POINTS, Case, Strike
 
 START_SECONDS: Final = 30.0
+"""Most that workers wait for each other before their first step."""
 PATIENCE_SECONDS: Final = 8.0
 """Most that survivors wait for a replacement: it may wait for them elsewhere."""
 ORDER_SECONDS: Final = 0.5

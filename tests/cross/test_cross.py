@@ -28,6 +28,8 @@ KEPT = {
         "strikes": [{"fit": 2, "step": 14}]}""",
     "changing_batches": """{"script": {"data": "budget", "samples": 29, "epochs": 3},
         "strikes": [{"step": 7, "rank": 0}]}""",
+    "dies_within_a_sharded_backward": """{"script": {"strategy": "unicron_fsdp", "shard_size": 2, "workers": 4},
+        "strikes": [{"point": "within_backward", "rank": 2}, {"point": "within_backward"}]}""",
     "all_die": """{"script": {"optimizer": "adam", "groups": 2, "saves": "memory"},
         "strikes": [{"step": 7, "rank": -1}]}""",
     "joined_before_the_first_validation": """{"script": {"validation": "second", "saves": "model"},
@@ -61,6 +63,8 @@ MEGATRON = {
 """Cases of megatron-core."""
 PLANTED = {
     "start_hooks_repeated": """{"script": {"hooks": ["half_rates"]}, "strikes": [{}]}""",
+    "gradient_added_twice": """{"script": {"strategy": "unicron_fsdp", "shard_size": 2, "workers": 4},
+        "strikes": [{"point": "within_backward", "rank": 2}]}""",
     "optimizer_state_lost": """{"script": {"strategy": "unicron_fsdp", "optimizer": "adam", "saves": "model"},
         "strikes": [{"step": 7, "rank": -1}]}""",
     "batches_counted_once": """{"script": {"data": "budget", "samples": 29, "epochs": 3}, "strikes": []}""",
