@@ -18,6 +18,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -138,25 +139,40 @@ def _adopted(files: list[int], agent: int) -> Program:
     return Program(**request, link=link)
 
 
-def main() -> None:
-    """Prepare, serve, and run a worker's program in each process that was forked."""
-    link, agent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    if not tie_to(agent, signal.SIGKILL):
-        sys.exit(1)
-    shown.move_environment()
-    shown.show([sys.executable, *becoming.OPTIONS, __file__], os.environ)
+def prepared(imports: Callable[[], None]) -> tuple[bytes, dict[str, str | None]]:
+    """Import what workers import.
+
+    Returns:
+        The report for agents, and what imports have changed in the environment; None: they have removed it.
+    """
     before = dict(os.environ)
-    prepare()
+    imports()
     after = dict(os.environ)
     changes = {name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     gc.collect()
     gc.freeze()
-    link.send(json.dumps({"problem": problem(), "imported": imported()}).encode())
+    return json.dumps({"problem": problem(), "imported": imported()}).encode(), changes
+
+
+def work(link: socket.socket, agent: int, changes: Mapping[str, str | None]) -> None:
+    """Serve an agent, and run a worker's program in each process that was forked."""
     worker = serve(link, agent)
     worker.link.close()
     becoming.ignore(worker.ignored)
     becoming.become(worker.command, worker.environment, changes)
     becoming.run(worker.command)
+
+
+def main() -> None:
+    """Prepare, and serve."""
+    link, agent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    if not tie_to(agent, signal.SIGKILL):
+        sys.exit(1)
+    shown.move_environment()
+    shown.show([sys.executable, *becoming.OPTIONS, __file__], os.environ)
+    report, changes = prepared(prepare)
+    link.send(report)
+    work(link, agent, changes)
 
 
 if __name__ == "__main__":

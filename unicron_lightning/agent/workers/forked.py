@@ -128,7 +128,7 @@ class PreparedStarts:
         self._reasons: set[str] = set()
         self._usual: Callable[..., Any] | None = None
         self._link: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedWorker | None = None
 
     @property
     def pid(self) -> int | None:
@@ -141,17 +141,9 @@ class PreparedStarts:
         if usual is None or list(inspect.signature(usual).parameters) != ["self", "args", "env"]:
             self._log("this version of torch starts workers in another way")
             return
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, *becoming.OPTIONS, str(PARENT), str(theirs.fileno()), str(os.getpid()), PADDING]
-            self._process = subprocess.Popen(
-                command,
-                env={PADDING_NAME: PADDING, **self._environment},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        self._process, self._link = self._begin()
+        self._usual = usual
         PREPARED.add(self._process.pid)
-        self._link, self._usual = ours, usual
 
         def popen(handler: Any, args: Sequence[str], env: Mapping[str, str]) -> Any:
             try:
@@ -161,6 +153,15 @@ class PreparedStarts:
                 return usual(handler, args, env)
 
         SubprocessHandler._popen = popen  # type: ignore[method-assign, assignment]
+
+    def _begin(self) -> tuple[subprocess.Popen[bytes] | ForkedWorker, socket.socket]:
+        """Start the prepared process; return it and the agent's end of the link."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, *becoming.OPTIONS, str(PARENT), str(theirs.fileno()), str(os.getpid()), PADDING]
+            environment = {PADDING_NAME: PADDING, **self._environment}
+            process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
+        return process, ours
 
     def close(self) -> None:
         """End the prepared process, and give torchelastic's start of a process back."""
