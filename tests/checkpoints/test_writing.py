@@ -20,7 +20,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from unicron_lightning.checkpoints import version
+from unicron_lightning.checkpoints import version, writing
 from unicron_lightning.checkpoints.client import WriterProcess
 from unicron_lightning.checkpoints.division import blocks, divide, part_writers
 from unicron_lightning.checkpoints.index import read_checkpoint
@@ -302,6 +302,38 @@ def test_a_writer_does_not_wait_for_a_version_that_was_removed_before_it_looked(
     writers[1].ending = True
     assert writers[1].advance() == [VersionOver(number=1)]
     assert not list(tmp_path.iterdir())
+    for each in buffers:
+        each.release()
+
+
+def test_a_holder_of_a_copy_waits_at_the_end_for_the_newest_version_and_writes_it_if_the_first_one_dies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first rank, whose part it is, dies before it has begun; an end of the run does not make the part nobody's."""
+    writer, buffers = Versions(), []
+    for number in (1, 2):
+        path = str(tmp_path / f"{number}.ckpt")
+        order, memories = staged(
+            MemoryPool(), WriteVersion(number=number, name=f"v{number}", path=path, rank=1, holders=[[0, 1]])
+        )
+        buffers += memories
+        writer.add(order, [mmap.mmap(each.descriptor, 0) for each in memories])
+    writer.ending = True
+    assert not writer.advance() and not list(tmp_path.iterdir())
+    writer.gone(2, [0])
+    assert not writer.advance(), "it writes the part, and finds it described the next time"
+    written, over = writer.advance()
+    assert isinstance(written, VersionWritten) and written.number == 2
+    assert over == VersionOver(number=1), "it is older, and nobody has begun it"
+    assert [each.name for each in tmp_path.iterdir()] == ["2.ckpt"]
+    order, memories = staged(
+        MemoryPool(), WriteVersion(number=3, name="v3", path=str(tmp_path / "3.ckpt"), rank=1, holders=[[0, 1]])
+    )
+    buffers += memories
+    writer.add(order, [mmap.mmap(each.descriptor, 0) for each in memories])
+    assert not writer.advance()
+    monkeypatch.setattr(writing, "BEGIN_SECONDS", 0.0)
+    assert writer.advance() == [VersionOver(number=3)], "the first one still lives, and has removed it itself"
     for each in buffers:
         each.release()
 

@@ -101,8 +101,8 @@ class WriterProcess:
     def wait(self, versions: int, seconds: float, path: str | None = None) -> bool:
         """Wait until at most so many versions are unfinished, and none at this path; return whether that is so.
 
-        After `_PATIENCE_SECONDS` the writer leaves versions to others of which it has not found a trace: they may have
-        been written, and removed, before it had started.
+        If this is before a further version, the writer leaves versions to others after `_PATIENCE_SECONDS` of which it
+        has not found a trace: the others may have gone on, and written and removed them before it had started.
         """
 
         def finished() -> bool:
@@ -110,6 +110,8 @@ class WriterProcess:
             return len(there) <= versions and path not in there
 
         with self._condition:
+            if path is None:
+                return self._condition.wait_for(finished, seconds)
             if self._condition.wait_for(finished, min(seconds, _PATIENCE_SECONDS)):
                 return True
             self._waited = True

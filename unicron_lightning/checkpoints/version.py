@@ -66,7 +66,17 @@ class WritingVersion:
         self._lost: tuple[list[int], int, float] = [], 0, 0.0
         """Parts whose holders are gone, the number of files, and since when these have not changed."""
         self._finishers = sorted({rank for holders in order.holders for rank in holders})
-        self._deadline = time.monotonic() + order.seconds
+        self._since = time.monotonic()
+
+    @property
+    def age(self) -> float:
+        """Seconds since this writer has known of the version."""
+        return time.monotonic() - self._since
+
+    @property
+    def has_written(self) -> bool:
+        """Whether this writer has written a part."""
+        return bool(self._written)
 
     def gone(self, ranks: Sequence[int]) -> None:
         """Learn that ranks are no longer members."""
@@ -104,7 +114,7 @@ class WritingVersion:
             return VersionWritten(number=order.number, digest=digest)
         if (lost := self._lost_parts(missing, names)) and time.monotonic() > self._lost[-1] + _LOST_SECONDS:
             return self._fail(f"{HOLDERS_LOST} {lost} were lost before these were written")
-        if time.monotonic() > self._deadline:
+        if self.age > order.seconds:
             return self._fail(f"parts {sorted(missing)} were not written within {order.seconds:g} s")
         return None
 

@@ -6,11 +6,15 @@ import contextlib
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from unicron_lightning.checkpoints.messages import ToWorker, VersionFailed, VersionOver, VersionWritten, WriteVersion
 from unicron_lightning.checkpoints.records import leave_record
 from unicron_lightning.checkpoints.storage import storage_of
 from unicron_lightning.checkpoints.version import WritingVersion
+
+BEGIN_SECONDS: Final = 60.0
+"""Seconds at the end of a run in which the first writer of a version begins: one that is gone is replaced before."""
 
 
 class Versions:
@@ -25,8 +29,8 @@ class Versions:
         self._versions: dict[int, tuple[WritingVersion, Sequence[mmap.mmap]]] = {}
         self._failed: list[WritingVersion] = []
         """Versions whose files are still there, for writers that have not noticed."""
-        self._complete = 0
-        """Number of the newest complete version."""
+        self._decided = 0
+        """Number of the newest version that is complete, or has failed."""
         self._untraced = 0
         """Versions up to this number are not waited for if there is no trace of them."""
 
@@ -53,29 +57,34 @@ class Versions:
         self._untraced = max(self._versions, default=0)
 
     def advance(self) -> list[ToWorker]:
-        """Do what is due now; return the outcomes that are known since.
-
-        A version of which there is no trace, and to which this writer has nothing to add, has been published and
-        removed, or abandoned, by others if a later one is complete.
-        """
+        """Do what is due now; return the outcomes that are known since."""
         outcomes: list[ToWorker] = []
         self._failed = [version for version in self._failed if not version.forget()]
         for number, (version, _) in list(self._versions.items()):
             outcome = version.advance()
             if isinstance(outcome, VersionWritten):
-                self._complete = max(self._complete, number)
                 _leave_record(version.order, outcome.digest)
             elif isinstance(outcome, VersionFailed):
                 self._failed.append(version)
             if outcome is not None:
+                self._decided = max(self._decided, number)
                 outcomes.append(outcome)
                 del self._versions[number]
         for number, (version, _) in list(self._versions.items()):
-            left = self.ending or number < self._complete or number <= self._untraced
-            if left and version.leaves_no_trace():
+            if self._may_be_over(number, version) and version.leaves_no_trace():
                 outcomes.append(VersionOver(number=number))
                 del self._versions[number]
         return outcomes
+
+    def _may_be_over(self, number: int, version: WritingVersion) -> bool:
+        """Whether others have published and removed a version, or abandoned it, if there is no trace of it.
+
+        At the end of a run nobody removes the newest version. Without a trace its first writer has not begun yet, and
+        may die before it does: a writer that has a copy of its part waits for it.
+        """
+        if number < self._decided or number <= self._untraced:
+            return True
+        return self.ending and (version.has_written or version.age > BEGIN_SECONDS)
 
     def leave(self) -> None:
         """Write this rank's parts, as its worker has ended, and leave the rest to others."""
