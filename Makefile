@@ -12,7 +12,7 @@
 #   make cross       random scripts under random histories of deaths, beside the same without: make cross [MINUTES=10] [SEED=0]
 #   make gpu         the acceptance kit of docs/gpu.md, on a machine with a GPU: make gpu [WHEELS=folder] [ITEMS=K1,K2]
 #   make bench       the figures in the README, measured here
-#   make experiments what failures would cost: docs/simulator-results.md, simulated
+#   make experiments what failures would cost: benchmarks/experiments/results.md, simulated
 #   make docs        the documents as a site, with an API reference: build/site
 #   make lint types docs-check wheel-check
 #   make import-cost what `import torch` costs more with this package installed

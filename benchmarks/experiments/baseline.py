@@ -138,7 +138,7 @@ The largest number needs a baseline whose operators let a task wait for days. It
 - against systems that continue with fewer nodes, such as torchft: 1.00 to 1.06 (next section), whatever the times are;
 - if a change of TP x PP takes longer than the 134 s assumed, which only Unicron is charged;
 - if training with Unicron is slower than without: each per cent of step time is a per cent of WAF
-  ([measured](benchmarks.md): none on CPUs; unknown on GPUs).
+  ([measured](../../docs/benchmarks.md): none on CPUs; unknown on GPUs).
 
 It gets larger with larger tasks and more frequent failures, as time-outs and restarts take a larger part (below)."""
 

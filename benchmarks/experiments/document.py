@@ -1,4 +1,4 @@
-"""``make experiments``: run all experiments of docs/simulator-results.md, and write it with its pictures.
+"""``make experiments``: run all experiments of results.md beside this file, and write it with its pictures.
 
     python benchmarks/experiments/document.py [--docs docs] [--only NAME ...] [--seeds N] [--processes N]
 
@@ -121,9 +121,9 @@ def verdict(rows: Sequence[Row], trace: str) -> str:
 
 def _show_headline(curves: Sequence[WafCurve], folder: Path) -> str:
     ours = [curve for curve in curves if not curve.row["variant"]]
-    curves_picture(folder / "simulator-waf.png", [curve for curve in ours if curve.row["trace"] != "b_quick"])
-    losses_picture(folder / "simulator-losses.png", means_of(ours))
-    pictures = "![WAF over time](images/simulator-waf.png)\n\n![Losses by cause](images/simulator-losses.png)"
+    curves_picture(folder / "waf.png", [curve for curve in ours if curve.row["trace"] != "b_quick"])
+    losses_picture(folder / "losses.png", means_of(ours))
+    pictures = "![WAF over time](images/waf.png)\n\n![Losses by cause](images/losses.png)"
     rows = means_of(curves)
     verdicts = "\n".join(verdict(rows, trace) for trace in ("a", "b", "b_quick"))
     return f"{verdicts}\n\n{as_markdown(rows)}\n\n{pictures}"
@@ -178,7 +178,7 @@ def _show_sweep(
 
 
 _show_sizes = _show_sweep(
-    "simulator-sizes.png",
+    "sizes.png",
     "ETTR by size",
     {f"{size:,} GPUs": float(size) for size in _SIZES},
     "GPUs of the task",
@@ -200,7 +200,7 @@ def _intervals(seeds: int) -> list[SimulationCase]:
 
 
 _show_intervals = _show_sweep(
-    "simulator-intervals.png",
+    "intervals.png",
     "WAF by checkpoint interval",
     {f"{each} s": float(each) for each in _INTERVALS},
     "seconds between checkpoints",
@@ -226,7 +226,7 @@ def _mtbf(seeds: int) -> list[SimulationCase]:
 
 
 _show_mtbf = _show_sweep(
-    "simulator-frequencies.png",
+    "frequencies.png",
     "WAF by frequency of failures",
     {f"a x {each:g}": each for each in _FREQUENCIES},
     "failures, times those of trace a",
@@ -282,8 +282,8 @@ def _show_sensitivity(curves: Sequence[WafCurve], folder: Path) -> str:
     wide = {key: ends for key, ends in bars.items() if abs(ends[1] - ends[0]) > 1e-3}
     widest = dict(sorted(wide.items(), key=lambda item: -abs(item[1][1] - item[1][0]))[:14])
     title = f"trace b_quick, seed 0: Unicron's WAF over Megatron's, {base:.2f}"
-    tornado_picture(folder / "simulator-tornado.png", title, base, widest, "ratio of accumulated WAF")
-    return "\n".join(lines) + "\n\n![Tornado](images/simulator-tornado.png)"
+    tornado_picture(folder / "tornado.png", title, base, widest, "ratio of accumulated WAF")
+    return "\n".join(lines) + "\n\n![Tornado](images/tornado.png)"
 
 
 EXPERIMENTS: Final = (
@@ -384,10 +384,10 @@ EXPERIMENTS: Final = (
 
 HEAD: Final = """# Results of the simulator
 
-Written by `make experiments`; [simulator.md](simulator.md) describes the method. **These are simulations**: of Unicron
-by its real coordinator and planner, of the other systems by models of their behaviour, with
-[costs](simulator.md#calibration) of which many were published for other models and machines, and some are guesses. No
-GPU was involved.
+Written by `make experiments`; [simulator.md](../../docs/simulator.md) describes the method. **These are simulations**:
+of Unicron by its real coordinator and planner, of the other systems by models of their behaviour, with
+[costs](../../docs/simulator.md#calibration) of which many were published for other models and machines, and some are
+guesses. No GPU was involved.
 
 *WAF* is accumulated WAF in per cent of the ideal (no failures); *ratio* is accumulated WAF over that of Megatron with
 restart. *Detection*, *transition*, *sub-healthy* and *overhead* are the losses by cause, in per cent of the ideal.
@@ -413,7 +413,7 @@ simulated, [above](#slow-nodes-corrupted-state-bugs-and-the-rest) |
 | published failures and results | Llama 3's causes | eight more traces, and a \
 [table](#validation-against-published-results) of predictions |
 | declared error of T(t,x) from formulas | 10 % | 27 %, that of free search on runs that were not used, after a loss \
-of 2 % for each doubling of the nodes ([planner.md](planner.md#accuracy-of-the-analytic-model-of-ttx)) |
+of 2 % for each doubling of the nodes ([planner.md](../../docs/planner.md#accuracy-of-the-analytic-model-of-ttx)) |
 | a resize that changes TP x PP | as any other | Unicron's task saves and restarts, in the plan and in the simulation |
 """
 
@@ -444,13 +444,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Run experiments and write the document."""
     parser = argparse.ArgumentParser(prog="python benchmarks/experiments/document.py", description=__doc__)
     parser.add_argument(
-        "--docs", type=Path, default=Path("docs"), help="where to write simulator-results.md and images/"
+        "--folder", type=Path, default=Path(__file__).parent, help="where to write results.md and images/"
     )
     parser.add_argument("--only", nargs="+", choices=[each.name for each in EXPERIMENTS], help="only these")
     parser.add_argument("--seeds", type=int, default=5, help="of the headline; others have at most 2")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that simulate at a time")
     options = parser.parse_args(arguments)
-    images = options.docs / "images"
+    images = options.folder / "images"
     images.mkdir(parents=True, exist_ok=True)
     chosen = [each for each in EXPERIMENTS if not options.only or each.name in options.only]
     cases = [(experiment, case) for experiment in chosen for case in experiment.cases(options.seeds)]
@@ -459,7 +459,7 @@ def main(arguments: list[str] | None = None) -> None:
     for (experiment, _), curve in zip(cases, curves, strict=True):
         found[experiment.name].append(curve)
     text = "\n".join([HEAD, *sections(((each, found[each.name]) for each in chosen), images), TAIL])
-    (options.docs / "simulator-results.md").write_text(text, encoding="utf-8")
+    (options.folder / "results.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ def test_the_document_has_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         show=experiments.table,
     )
     monkeypatch.setattr(experiments, "EXPERIMENTS", (small,))
-    experiments.main(["--docs", str(tmp_path), "--seeds", "1", "--processes", "1"])
-    text = (tmp_path / "simulator-results.md").read_text()
+    experiments.main(["--folder", str(tmp_path), "--seeds", "1", "--processes", "1"])
+    text = (tmp_path / "results.md").read_text()
     assert text.startswith("# Results of the simulator\n")
     assert "## Small\n\nHalf a day.\n\n| trace | policy | WAF % | ratio |" in text
     assert "| b_quick | megatron |" in text

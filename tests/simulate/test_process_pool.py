@@ -39,7 +39,7 @@ def used(pid: int) -> float:
 def test_no_process_is_left(how: signal.Signals, tmp_path: Path) -> None:
     with (tmp_path / "output").open("wb") as output:
         command = subprocess.Popen(
-            [*COMMAND, "--docs", str(tmp_path)],
+            [*COMMAND, "--folder", str(tmp_path)],
             stderr=output,
             start_new_session=True,
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
@@ -55,7 +55,7 @@ def test_no_process_is_left(how: signal.Signals, tmp_path: Path) -> None:
         while any(alive(pid) for pid in busy):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert not (tmp_path / "simulator-results.md").exists()
+        assert not (tmp_path / "results.md").exists()
     finally:
         if command.poll() is None:
             command.kill()
