@@ -63,6 +63,7 @@ STARTERS = frozenset({"subprocess", "Coordinator", "LocalCluster"})
 ALLOWED_PROCESSES = (
     "multiprocessing.resource_tracker",  # one per process, lives as long as it
     "multiprocessing.forkserver",
+    "worlds/prepared.py",  # one per session: see `torchruns`
 )
 
 
@@ -167,9 +168,10 @@ def listening_sockets() -> Snapshot:
 
 
 def unix_sockets() -> Snapshot:
-    """UNIX socket files in the run's temporary folder."""
+    """UNIX socket files in the run's temporary folder, but for those of prepared processes, which serve many tests."""
     paths = Path(os.environ["TMPDIR"]).rglob("*")
-    return {str(path): f"socket file {path}" for path in paths if _is_socket(path)}
+    found = [path for path in paths if _is_socket(path) and not path.parent.name.startswith("prepared-")]
+    return {str(path): f"socket file {path}" for path in found}
 
 
 def _is_socket(path: Path) -> bool:
@@ -255,6 +257,21 @@ def lean_processes() -> None:
     """Hide packages from processes that tests start: see `LEAN`."""
     others = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{LEAN}{os.pathsep}{others}" if others else str(LEAN)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torchruns(lean_processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let clusters of tests fork their agents and workers, which import nothing then; not if UNICRON_TEST_FORKS=0."""
+    if os.environ.get("UNICRON_TEST_FORKS") == "0":
+        yield
+        return
+    from worlds.torchruns import TORCHRUNS, Torchruns
+
+    started = Torchruns(tmp_path_factory.mktemp("torchruns"))
+    TORCHRUNS.append(started)
+    yield
+    TORCHRUNS.clear()
+    started.close()
 
 
 @pytest.fixture

@@ -52,6 +52,11 @@ def meeting(folder: Path, name: str, seconds: float) -> Callable[[], bool]:
     return meet
 
 
+def prepare() -> None:
+    """Import the scenarios, in a process that is to be forked."""
+    scenarios()
+
+
 def must(meet: Callable[[], bool]) -> None:
     """Meet, or end this process."""
     if not meet():

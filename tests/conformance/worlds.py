@@ -1,15 +1,12 @@
 """Runs scenarios in worlds of several processes: ``ddp`` under torchrun alone, ``unicron`` on as many nodes.
 
-The processes are forked by one in which everything is imported (`conformance.prepared`).
+The processes are forked by one in which everything is imported (`worlds.prepared`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from unicron_lightning.local_cluster.cluster import LocalCluster
-from unicron_lightning.local_cluster.processes import Processes, free_port, until
+from worlds.torchruns import ENVIRONMENT, prepared, stub_of
 
-HERE: Final = Path(__file__).parent
-ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(HERE.parent)}
-"""Lightning's messages have the elements of sets, in the order of their hashes."""
+from unicron_lightning.local_cluster.cluster import LocalCluster
+from unicron_lightning.local_cluster.processes import Processes, free_port
+
 MOST_SECONDS: Final = 60.0
 """Most time without progress, after which a world counts as hung."""
 Records = dict[str, list[dict[str, Any] | None]]
@@ -51,7 +47,7 @@ class Site:
         """Start a world's agents, which start its processes."""
         given: Mapping[str, str] = {} if self.coordinator is None else self.coordinator.processes.environment
         started = Processes(self.out / f"world{number}", {**given, **ENVIRONMENT})
-        stub = [sys.executable, "-I", "-S", str(HERE / "stub.py"), str(self.socket)]
+        stub = stub_of(self.socket)
         script = ["--max-restarts", "0", "--no-python", *stub, "conformance.world", str(self.out), str(number)]
         if self.coordinator is None:
             where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "world"]
@@ -67,19 +63,6 @@ class Site:
 
 
 @contextmanager
-def prepared(out: Path, *modules: str) -> Iterator[Path]:
-    """Start the process that forks others, in which modules are imported; yield its socket."""
-    with ExitStack() as stack:
-        short = Path(tempfile.mkdtemp(prefix="prepared-"))  # UNIX sockets have short paths
-        stack.callback(shutil.rmtree, short, ignore_errors=True)
-        started = Processes(out / "prepared", ENVIRONMENT)
-        stack.callback(started.stop, 0.0)
-        started.start("prepared", [sys.executable, HERE / "prepared.py", str(os.getpid()), short / "socket", *modules])
-        until(f"the prepared process; its log is in {started.folder}", (short / "socket").exists)
-        yield short / "socket"
-
-
-@contextmanager
 def _site(size: int, strategy: str, out: Path) -> Iterator[Site]:
     with ExitStack() as stack:
         coordinator = None
@@ -87,7 +70,11 @@ def _site(size: int, strategy: str, out: Path) -> Iterator[Site]:
             coordinator = LocalCluster(nodes=[], coordinator=[], folder=out / "coordinator", stop_seconds=0.0)
             stack.enter_context(coordinator)
         yield Site(
-            size=size, strategy=strategy, out=out, socket=stack.enter_context(prepared(out)), coordinator=coordinator
+            size=size,
+            strategy=strategy,
+            out=out,
+            socket=stack.enter_context(prepared(out, "conformance.world")),
+            coordinator=coordinator,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from conformance.worlds import ENVIRONMENT, HERE, prepared
+from worlds.torchruns import ENVIRONMENT, prepared, stub_of
 
 from unicron_lightning.local_cluster.cluster import LocalCluster
 from unicron_lightning.local_cluster.processes import Processes
@@ -124,7 +123,7 @@ class Site:
 
     def __init__(self, folder: Path, socket: Path, cluster: LocalCluster) -> None:
         self.folder, self.cluster = folder, cluster
-        self.stub = [sys.executable, "-I", "-S", str(HERE / "stub.py"), str(socket)]
+        self.stub = stub_of(socket)
 
     def start_alone(self, folder: Path) -> Alone:
         """Return a group of processes without agents."""

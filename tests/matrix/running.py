@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from matrix.features import Case
 from matrix.killing import Kill
 from system.cluster import Cluster
+from worlds.torchruns import start_torchrun
 
 from unicron_lightning.local_cluster.processes import free_port
 
@@ -33,11 +33,10 @@ def run(strategy: str, workers: int, cases: Mapping[str, Case], folder: Path, se
     back_end = "c10d" if strategy == "ddp" else "unicron"
     nodes = ["--nnodes", "1:1", "--nproc-per-node", str(workers), "--max-restarts", "0"]
     meeting = ["--rdzv-backend", back_end, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "matrix"]
-    command = [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting, str(SCRIPT), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path()}
     environment["UNICRON_STATE_DIR"] = str(folder / "state")
     with (folder / f"torchrun-{next(iter(cases))}.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+        process = start_torchrun([*nodes, *meeting, str(SCRIPT), str(folder)], environment, folder, log)
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import torch
+from worlds.torchruns import start_torchrun
 
 from unicron_lightning.local_cluster.processes import free_port
 
@@ -52,10 +53,9 @@ def load(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
 
 def _run(arguments: list[str], folder: Path, seconds: float, environment: dict[str, str]) -> int | None:
     """Run torchrun; None if it has not ended in time, after the stacks of all its processes were written to its log."""
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | environment
     with (folder / "torchrun.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=settings, stdout=log, stderr=log)
+        process = start_torchrun(arguments, settings, folder, log)
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from system.network import Network
+from worlds.torchruns import ForkingProcesses
 
 from unicron_lightning.local_cluster.cluster import LocalCluster
 from unicron_lightning.local_cluster.processes import kill, lives, until
@@ -140,6 +141,7 @@ class Cluster(LocalCluster):
             stop_seconds=0.0,
             **others,
         )
+        self.processes = ForkingProcesses(self.processes.folder, self.processes.environment)
         self.settings = {**SETTINGS, **(settings or {})}
         self.notes = Notes(folder)
         self.network = network

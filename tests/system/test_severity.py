@@ -60,7 +60,7 @@ def test_a_script_that_raises_at_a_step_is_stopped_the_second_time_with_its_trac
 
 def test_a_wrong_setting_is_tried_once(tmp_path: Path) -> None:
     script = Path(__file__).with_name("wrong_setting.py")
-    with Cluster(tmp_path, agents=2, nodes="1:2", script=script) as cluster:
+    with Cluster(tmp_path, agents=2, nodes="2:2", script=script) as cluster:
         assert set(cluster.wait_exit(150).values()) == {1}
         (stopped,) = cluster.events("task_stopped")
         assert stopped["rule"] == "a value is wrong"

@@ -1,43 +1,50 @@
 """A process that has imported everything, and forks agents and workers: ``prepared.py PARENT-PID SOCKET [MODULE]...``.
 
-A stub's first word is ``agent``, for torchrun, or a module of the tests with a function ``main(FOLDER, NAME)``.
-MODULEs are imported, too.
+The first word of a request is ``agent``, for torchrun, ``torchrun``, for one whose workers are forked, too, or a module
+of the tests with a function ``main(FOLDER, NAME)``. MODULEs are imported, too; one may have a function ``prepare``.
 
 The imports of an agent and a worker take seconds of a core, a scenario a tenth of one. A process that is needed is
-therefore started as a `stub`, which connects here and gets a forked process for itself: with its environment, folder
-and output, in a session of its own. One whose stub has ended is killed. All end with this process, and it with its
-parent.
+therefore asked for by a `stub`, or by `torchruns`, which connect here and get a forked process: with their environment,
+folder and output, in a session of its own. One whose connection is closed is killed. All end with this process, and it
+with its parent. A ``torchrun`` begins with a prepared process of its own, which is forked from it while it has one
+thread; from there on agent and workers do what they do in use (`unicron_lightning.agent.workers.forked`).
 """
 
 from __future__ import annotations
 
+import sys
+
+if sys.path and __file__.startswith(f"{sys.path[0]}/"):
+    del sys.path[0]  # the folder of this file: no folder of a script is on the path while libraries are imported
+
 import atexit
 import contextlib
-import gc
+import faulthandler
 import importlib
 import json
 import os
 import selectors
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 import torch
 import torch.distributed.run
-from conformance.table import scenarios
 from lightning.fabric.utilities import rank_zero
 
 import unicron_lightning.agent.handler
 import unicron_lightning.strategies.unicron  # noqa: F401
 from unicron_lightning import autoload
+from unicron_lightning.agent.workers.forked import ForkedWorker, PreparedStarts
 from unicron_lightning.parent_death import tie_to
+from unicron_lightning.prepared import becoming, parent, shown
 
+TORCHRUN: Final = ("agent", "torchrun")
 _REQUEST_BYTES: Final = 1 << 18
 
 
@@ -124,25 +131,64 @@ def _become(request: dict[str, object], outputs: list[int], parent: int) -> None
     for place, each in enumerate(outputs, 1):
         os.dup2(each, place)
         os.close(each)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(request["environment"])  # type: ignore[call-overload]
+    wanted = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = [*wanted, *(each for each in sys.path if each not in paths)]
+    kind, *words = request["words"]  # type: ignore[misc]
+    module = "torch.distributed.run" if kind in TORCHRUN else kind
+    shown.show([sys.executable, *becoming.OPTIONS, "-m", module, *words], os.environ)
+    if "PYTHONFAULTHANDLER" in os.environ:
+        faulthandler.enable()
     os.chdir(str(request["folder"]))
     tempfile.tempdir = None
     rank_zero.rank_zero_only.rank = int(os.environ.get("RANK", "0"))
     autoload.install()
 
 
+def _fork_workers_from_here(report: bytes, changes: Mapping[str, str | None]) -> None:
+    """Have this agent, which has one thread, fork its workers from a process that is forked from it now.
+
+    Returns in the agent, and in each worker when its program has ended.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        os.setsid()
+        if not tie_to(agent, signal.SIGKILL):
+            os._exit(1)
+        shown.show([sys.executable, *becoming.OPTIONS, str(parent.__file__)], os.environ)
+        theirs.send(report)
+        parent.work(theirs, agent, changes)
+        sys.exit()  # a worker ends as it does in use
+    theirs.close()
+    prepared = ForkedWorker([str(parent.__file__)], pid)
+    PreparedStarts._begin = lambda self: (prepared, ours)  # type: ignore[method-assign]
+
+
+def _imports() -> None:
+    torch.set_num_threads(1)
+    parent.prepare()
+    for name in sys.argv[3:]:
+        getattr(importlib.import_module(name), "prepare", lambda: None)()
+
+
 def main() -> None:
     if not tie_to(int(sys.argv[1]), signal.SIGKILL):
         sys.exit(1)
-    torch.set_num_threads(1)
-    scenarios()
-    for module in sys.argv[3:]:
-        importlib.import_module(module)
-    gc.freeze()
+    if sys.argv[-1] == shown.PADDING:
+        del sys.argv[-1]
+        shown.move_environment()
+    shown.show(["prepared", *sys.argv], os.environ)
+    report, changes = parent.prepared(_imports)
     kind, *words = ForkServer(Path(sys.argv[2])).serve()
     sys.argv[1:] = words
-    if kind == "agent":
+    if kind == "torchrun":
+        _fork_workers_from_here(report, changes)
+    if kind in TORCHRUN:
         os._exit(_ended(lambda: torch.distributed.run.main(words)))
     os._exit(_ended(lambda: importlib.import_module(kind).main(Path(words[0]), words[1])))
 

@@ -128,6 +128,9 @@ class Processes:
                 stderr=output,
                 start_new_session=True,  # Ctrl-C is for this process, which stops the others in order
             )
+        return self._has_started(name, process)
+
+    def _has_started(self, name: str, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
         if name in self.started:
             self._replaced.append(self.started[name])
         self.started[name] = process
