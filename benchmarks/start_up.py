@@ -11,7 +11,7 @@ Prints, for fresh interpreters:
               process keeps for itself beyond that
     fork      time [s] from the request until the worker has begun: the smallest of ``--runs``
 
-and for a task of two workers, with ordinary starts and with prepared ones (`--rdzv-conf prepare=true`):
+and for a task of two workers, with ordinary starts (`--rdzv-conf prepare=false`) and with prepared ones:
 
     first step   time [s] from the start of the agents until a worker has ended a step
     rejoin       time [s] from the SIGKILL of a worker until its replacement has ended a step, ``--rejoins`` times

@@ -73,6 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[RUN_VARIABLE] = uuid.uuid4().hex
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="unicron-tests-")
     os.environ["XDG_STATE_HOME"] = f"{tempfile.tempdir}/state"  # not the user's: tokens are made there
+    os.environ["UNICRON_PREPARE"] = "0"  # most tests end before an agent's prepared process would have been used
     os.environ.pop("UNICRON_TOKEN", None)
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:  # in the background of a script: processes would inherit it

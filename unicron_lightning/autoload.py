@@ -32,6 +32,8 @@ MEGATRON_NAME = "unicron_megatron"
 FSDP_NAME = "unicron_fsdp"
 REGISTRY_MODULE = "lightning.pytorch.strategies"
 """Module with Lightning's ``StrategyRegistry``, which is complete once this module has been executed."""
+LIGHTNING = ("lightning", "pytorch_lightning")
+"""Packages whose import reads variables."""
 OTHER_REGISTRY_MODULE = "pytorch_lightning.strategies"
 """The same of the package ``pytorch_lightning``, in which the strategy is refused; see `strategies.lightning_root`."""
 
@@ -49,8 +51,11 @@ def install() -> None:
 
             if tie_to_agent():
                 from unicron_lightning.detection.reporting import watch_exceptions
+                from unicron_lightning.prepared import set_by_script
 
                 watch_exceptions()
+                if sys.orig_argv[1:2] == ["-u"]:  # torchrun's command of a script, which could have been forked
+                    set_by_script.note()
                 if os.environ.get("RANK", "0") != "0":
                     logging.getLogger(SEED_LOGGER).addFilter(_is_no_seed)
     except Exception:  # supervisor boundary: any exception here would break `import torch`
@@ -140,9 +145,10 @@ def build_fsdp_strategy(**init_params: Any) -> UnicronFSDPStrategy:
 
 
 class _RegistryFinder:
-    """Registers the strategy right after a module of `_REGISTERS` has been executed; ignores all other modules.
+    """Registers the strategy right after a module of `_REGISTERS` has been executed; ignores all modules but these and
+    `LIGHTNING`.
 
-    It stays on ``sys.meta_path`` (one string comparison per import): removing it while another thread iterates over the
+    It stays on ``sys.meta_path`` (two comparisons per import): removing it while another thread iterates over the
     list would make that thread skip a finder.
     """
 
@@ -150,6 +156,8 @@ class _RegistryFinder:
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the other finders' spec, with a loader that calls back."""
+        if fullname in LIGHTNING:
+            _note_variables()
         if fullname not in _REGISTERS:
             return None
         for finder in sys.meta_path:
@@ -158,6 +166,16 @@ class _RegistryFinder:
                 _call_after_execution(spec, _REGISTERS[fullname])
                 return spec
         return None
+
+
+def _note_variables() -> None:
+    """Note what a worker's script has set between its imports of torch and Lightning."""
+    module = sys.modules.get("unicron_lightning.prepared.set_by_script")
+    try:
+        if module is not None and module.noted() is not None:
+            module.note()
+    except Exception:  # supervisor boundary: runs inside `import lightning`
+        logger.debug("variables_not_noted", exc_info=True)
 
 
 def _call_after_execution(spec: ModuleSpec, register: Callable[[ModuleType], None]) -> None:

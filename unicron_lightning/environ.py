@@ -43,7 +43,7 @@ ARRAY_INDEX: Final = "UNICRON_ARRAY_INDEX"
 LOGS: Final = "UNICRON_LOGS"
 """Folder of the files ``rank<local rank>.log`` into which a daemon writes the output of torchrun's workers."""
 PREPARE: Final = "UNICRON_PREPARE"
-"""Whether agents have their workers forked by a prepared process, set by the user."""
+"""Whether agents have replacements of workers forked by a prepared process, set by the user."""
 STATE_DIR: Final = "UNICRON_STATE_DIR"
 """State folder of an embedded coordinator, set by the user."""
 

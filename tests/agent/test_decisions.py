@@ -108,11 +108,12 @@ def test_wrong_conf_is_quoted(conf: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("variable", "conf", "expected"),
-    [(None, {}, False), ("1", {}, True), ("off", {"prepare": "true"}, True), ("true", {"prepare": "false"}, False)],
+    [(None, {}, True), ("0", {}, False), ("off", {"prepare": "true"}, True), ("true", {"prepare": "false"}, False)],
 )
 def test_prepared_workers_are_an_option(
     variable: str | None, conf: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("UNICRON_PREPARE")
     if variable is not None:
         monkeypatch.setenv("UNICRON_PREPARE", variable)
     assert options.from_parameters(parameters(**conf)).prepare is expected

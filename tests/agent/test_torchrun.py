@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agent.torchrun import Cluster, workers_of
+from agent.torchrun import Cluster, command_line, workers_of
 
+from unicron_lightning import environ
 from unicron_lightning.agent.workers.forked import PARENT
 from unicron_lightning.local_cluster.processes import kill, lives, until
 
@@ -19,6 +20,12 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
 
 def listening_ports(pid: int) -> list[int]:
     return [c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+
+
+def prepared(cluster: Cluster, node: str) -> list[psutil.Process]:
+    """Return the prepared processes of an agent."""
+    children = psutil.Process(cluster.agents[node].pid).children()
+    return [child for child in children if command_line(child)[2:3] == [str(PARENT)]]
 
 
 def test_plain_script_gets_correct_ranks(tmp_path: Path) -> None:
@@ -65,16 +72,16 @@ def test_death_in_one_agent_leaves_the_other_alone(tmp_path: Path) -> None:
 
 def test_workers_of_a_prepared_process(tmp_path: Path) -> None:
     """They are detected, replaced and ended as ordinary ones; nothing outlives a killed agent."""
-    with Cluster(tmp_path, "toy_worker.py", "1:2", per_node=2, prepare="true") as cluster:
+    with Cluster(tmp_path, "torch_worker.py", "1:2", per_node=2, prepare="true") as cluster:
         first, second = cluster.add_node(), cluster.add_node()
         cluster.wait_notes(4, "go", world=4)
         assert list(cluster.workers(second)) == [0, 1], "found by their environment"
+        until("the prepared process", lambda: prepared(cluster, second))
         known = [note["pid"] for note in cluster.notes("go")]
         kill(workers_of(cluster.agents[second].pid)[0].pid)
         until("replacements", lambda: len([n for n in cluster.notes("go", world=4) if n["pid"] not in known]) >= 2)
         children = psutil.Process(cluster.agents[second].pid).children(recursive=True)
-        prepared = [child for child in children if child.cmdline()[2:3] == [str(PARENT)]]
-        assert len(prepared) == 1 and len(workers_of(cluster.agents[second].pid)) == 2
+        assert len(prepared(cluster, second)) == 1 and len(workers_of(cluster.agents[second].pid)) == 2
         os.kill(cluster.agents[second].pid, signal.SIGKILL)
         cluster.agents[second].wait()
         embedded = cluster.coordinator()
@@ -82,7 +89,49 @@ def test_workers_of_a_prepared_process(tmp_path: Path) -> None:
         cluster.wait_notes(2, "go", world=2)
         (tmp_path / "finish").touch()
         assert cluster.agents[first].wait(60) == 0
+        assert [note["had_torch"] for note in cluster.notes("imported")] == [False] * 4 + [True] * 2
         assert "ordinary_start" not in "".join(log.read_text() for log in tmp_path.glob("*.log"))
+
+
+@pytest.mark.parametrize(("when", "threads"), [("before", 2), ("after", 1)])
+def test_variables_that_a_script_sets_take_effect_in_replacements(
+    when: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``prepare`` has its default value: they are forked unless the script sets variables before it imports torch."""
+    monkeypatch.delenv(environ.PREPARE)
+    (tmp_path / when).touch()
+    with Cluster(tmp_path, "torch_worker.py", "1:1") as cluster:
+        node = cluster.add_node()
+        for number in range(1, 4):
+            cluster.wait_notes(number, "go")
+            until("its decision", lambda: prepared(cluster, node) or "ordinary_start" in cluster.log(node))
+            kill(workers_of(cluster.agents[node].pid)[0].pid)
+        cluster.wait_notes(4, "go")
+        pid = workers_of(cluster.agents[node].pid)[0].pid
+        imports = cluster.notes("imported")
+        assert [note["threads"] for note in imports] == [threads] * 4
+        assert [note["had_torch"] for note in imports] == [False, *[when == "after"] * 3]
+        lines = cluster.log(node).count("ordinary_start reason='the script sets OMP_NUM_THREADS before it")
+        assert lines == (when == "before")
+        os.kill(cluster.agents[node].pid, signal.SIGKILL)
+        cluster.agents[node].wait()
+        until("the worker's end", lambda: not lives(pid))
+
+
+@pytest.mark.parametrize(("script", "variable"), [("toy_worker.py", "1"), ("torch_worker.py", "0")])
+def test_no_process_is_prepared_without_need(
+    script: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(environ.PREPARE, variable)
+    with Cluster(tmp_path, script, "1:1") as cluster:
+        node = cluster.add_node()
+        cluster.wait_notes(1, "go")
+        kill(workers_of(cluster.agents[node].pid)[0].pid)
+        cluster.wait_notes(2, "go")
+        assert not prepared(cluster, node)
+        assert [note["had_torch"] for note in cluster.notes("imported")] == [False] * 2 * (script == "torch_worker.py")
+        assert "ordinary_start" not in cluster.log(node)
+        assert cluster.finish() == [0]
 
 
 def test_coordinator_is_restarted(tmp_path: Path) -> None:

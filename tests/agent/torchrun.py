@@ -86,10 +86,10 @@ class Cluster(LocalCluster):
 def workers_of(agent: int) -> list[psutil.Process]:
     """Return the worker processes of an agent."""
     children = psutil.Process(agent).children()
-    return [child for child in children if "_worker.py" in " ".join(_command_line(child))]
+    return [child for child in children if "_worker.py" in " ".join(command_line(child))]
 
 
-def _command_line(process: psutil.Process) -> list[str]:
+def command_line(process: psutil.Process) -> list[str]:
     """Return a process's command line; empty if it ended meanwhile, e.g. a killed coordinator that is not
     reaped yet.
     """

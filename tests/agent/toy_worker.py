@@ -17,6 +17,7 @@ from typing import Any
 
 from unicron_lightning import environ, wire
 from unicron_lightning.parent_death import tie_to_agent
+from unicron_lightning.prepared import set_by_script
 
 
 class ToyWorker:
@@ -54,6 +55,8 @@ class ToyWorker:
             time.sleep(0.02)
         self.note("started", rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]), agent_pid=os.getppid())
         self.say(wire.WorkerHello(worker=env.worker, local_rank=env.local_rank, pid=os.getpid(), capacity=8))
+        if (changed := set_by_script.noted()) is not None:
+            self.say(wire.Imported(worker=env.worker, changed=tuple(changed)))
         threading.Thread(target=self.beat, daemon=True).start()
         for line in self.socket.makefile("rb"):
             self.hear(wire.decode_to_worker(line))

@@ -445,7 +445,10 @@ class AgentThread:
         self._inspector.heard(worker)
         if isinstance(message, wire.ErrorReport | wire.Training):
             self._fencing.heard(worker)
-        if isinstance(message, wire.Heartbeat | wire.Training):
+        if isinstance(message, wire.Imported):
+            known = self._shared.now.set_by_script or frozenset()
+            self._shared.update(set_by_script=known.union(message.changed))
+        if isinstance(message, wire.Heartbeat | wire.Imported | wire.Training):
             return
         if isinstance(message, wire.StateWanted):
             self._local.send(worker, self._memory.given())

@@ -97,14 +97,20 @@ class UnicronRendezvousHandler(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Return 1 if the workers must stop and rendezvous again, else 0. Never blocks.
 
+        Once workers train, later starts are prepared.
+
         Raises:
             SignalException: torchelastic's, if the workers of an agent that got SIGTERM have not left in time.
         """
-        if self._agent is None:
+        agent = self._agent
+        if agent is None:
             return 0
         if self._departure is not None:
             self._departure.review()
-        view = self._agent.view
+        view = agent.view
+        if self._options.prepare and self._prepared is None and view.set_by_script is not None and view.over is None:
+            self._prepared = PreparedStarts(os.environ, lambda: agent.view.set_by_script or ())
+            self._prepared.start()
         return int(view.stop is not None or view.fatal is not None)
 
     @override
@@ -181,11 +187,6 @@ class UnicronRendezvousHandler(RendezvousHandler):
     def _start(self) -> AgentThread:
         console_lines.install()
         atexit.register(self.shutdown)  # first: a signal may end the process from here on
-        if self._options.prepare:
-            environment = {name: value for name, value in os.environ.items() if name != environ.TOKEN}
-            _settle(environment)
-            self._prepared = PreparedStarts(environment)
-            self._prepared.start()
         agent = self._agent = AgentThread(self._options, self._num_keys, self._lock)
         self._departure = Departure(lambda: agent.may_depart, agent.depart, agent.leaving, self._options.leave_timeout)
         self._signals = SignalWatch(agent.leaving, self._departure)

@@ -42,7 +42,7 @@ CONF_KEYS: Final = {
     "plaintext": "whether the link may be plain beyond loopback (default false)",
     "slot": "label of the accelerators on the node that this agent's workers use, if other tasks' agents use them too",
     "weight": "weight of the task's work relative to other tasks (default 1)",
-    "prepare": "whether workers are forked by a prepared process (default: UNICRON_PREPARE, else false)",
+    "prepare": "whether replacements are forked by a prepared process (default: UNICRON_PREPARE, else true)",
     "worker_timeout": "seconds without a heartbeat after which a worker is killed (default: the coordinator's, 10)",
     "stop_timeout": "seconds that workers get to stop when a plain script must restart, before SIGKILL (default 10)",
     "leave_timeout": "seconds that workers get to leave at a step boundary after SIGTERM to torchrun (default 20)",
@@ -86,8 +86,8 @@ class AgentOptions:
     """Whether the link is encrypted, and which certificate is accepted."""
     allow_injection: bool = False
     """Whether a coordinator that this agent starts allows fault injection."""
-    prepare: bool = False
-    """Whether workers are forked by a prepared process."""
+    prepare: bool = True
+    """Whether replacements of workers are forked by a prepared process."""
     worker_timeout: float | None = None
     """Seconds without a heartbeat after which a worker is killed; None: the coordinator's value."""
     stop_timeout: float = 10.0
@@ -147,7 +147,7 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
             option="--rdzv-conf tls=",
         ),
         allow_injection=_flag(conf, "allow_injection", default=False),
-        prepare=_flag(conf, "prepare", default=_variable(environ.PREPARE)),
+        prepare=_flag(conf, "prepare", default=_variable(environ.PREPARE, default=True)),
         worker_timeout=_seconds(conf, "worker_timeout", 10.0) if "worker_timeout" in conf else None,
         stop_timeout=_seconds(conf, "stop_timeout", 10.0),
         leave_timeout=_seconds(conf, "leave_timeout", 20.0),
@@ -260,9 +260,8 @@ def _flag(conf: Mapping[str, Any], key: str, *, default: bool) -> bool:
     return _truth(f"--rdzv-conf {key}", str(conf.get(key, default)))
 
 
-def _variable(name: str) -> bool:
-    """Return the value of a variable that is true or false; false if it is not set."""
-    return _truth(name, os.environ.get(name) or "false")
+def _variable(name: str, *, default: bool) -> bool:
+    return _truth(name, os.environ.get(name) or str(default))
 
 
 def _truth(name: str, text: str) -> bool:

@@ -34,6 +34,8 @@ class RoundView:
     stop: wire.Stop | None = None
     over: wire.TaskOver | None = None
     fatal: UnicronError | None = None
+    set_by_script: frozenset[str] | None = None
+    """Variables that workers of this or an earlier round have set before their imports; None: none has reported."""
 
     @property
     def waiting(self) -> bool:

@@ -32,7 +32,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "run",
         help="train a script on this machine, with one command",
         usage="unicron run SCRIPT [--workers N] [--nodes MIN:MAX] [--task NAME]\n"
-        "                   [--logs DIR] [--endpoint HOST:PORT] [--prepare]\n"
+        "                   [--logs DIR] [--endpoint HOST:PORT] [--no-prepare]\n"
         "                   [-- ARGUMENT ...]",
         description="Start a torchrun for each worker, print their outputs, and stop all of them with Ctrl-C.",
     )
@@ -47,7 +47,8 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     run.add_argument(
         "--prepare",
         action=argparse.BooleanOptionalAction,
-        help=f"workers are forked by a process that has imported Lightning; default: {environ.PREPARE}, else not",
+        help=f"whether replacements are forked by a process that has imported Lightning; default: {environ.PREPARE}, "
+        "else yes",
     )
     run.set_defaults(run=_run)
 

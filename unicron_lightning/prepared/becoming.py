@@ -22,6 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+from unicron_lightning.prepared import set_by_script
+
 OPTIONS = ("-u",)
 """Interpreter's options of all workers, and of the prepared process."""
 
@@ -69,6 +71,7 @@ def become(command: Sequence[str], environment: Mapping[str, str], changes: Mapp
         from unicron_lightning import autoload
 
         autoload.install()
+        set_by_script.forget()
 
 
 def _renew_ranks() -> None:

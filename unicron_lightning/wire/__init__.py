@@ -78,6 +78,7 @@ from unicron_lightning.wire.replicas import Layout, Replicas, Spread
 from unicron_lightning.wire.worker import (
     CommError,
     Heartbeat,
+    Imported,
     Lookup,
     LookupReply,
     Record,
@@ -119,6 +120,7 @@ __all__ = [
     "Grant",
     "Heartbeat",
     "Holders",
+    "Imported",
     "Inject",
     "Inspect",
     "Layout",
@@ -189,7 +191,7 @@ Forwarded = Union[
     ActivityReport,
     Replicas,
 ]
-FromWorker = Union[Forwarded, Heartbeat, Training, StateWanted]
+FromWorker = Union[Forwarded, Heartbeat, Imported, Training, StateWanted]
 ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultRecorded, Inject, ActivityQuery, StateGiven]
 FromAgent = Union[
     Beat,

@@ -98,6 +98,17 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     """The worker's control thread runs. Stays on the UNIX socket; without it the agent declares the worker dead."""
 
 
+class Imported(Message, frozen=True, kw_only=True, tag="imported"):
+    """The worker's script has imported torch; sent with the hello by workers that were not forked.
+
+    The message stays on the UNIX socket: the agent decides with it whether later workers can be forked.
+    """
+
+    worker: str
+    changed: tuple[str, ...]
+    """Names of variables that the script had set or removed before its imports of torch and Lightning."""
+
+
 # ---- records: values that workers leave for later workers of the task -------------------------------------
 
 

@@ -212,6 +212,37 @@ def test_other_variables_lead_to_an_ordinary_start(
     assert "the prepared process' in CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS" in caplog.text
 
 
+def test_a_script_that_sets_variables_leads_to_an_ordinary_start(
+    own: PreparedStarts, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prepared process ends as soon as this is known, or is not started."""
+    reason = "ordinary_start reason='the script sets A, OMP_NUM_THREADS before it imports torch or Lightning'"
+    names: list[str] = []
+    monkeypatch.setattr(own, "_set_by_script", lambda: names)
+    own.start()
+    assert ended(tmp_path, str(SCRIPT), "0").forked
+    names += ["OMP_NUM_THREADS", "A"]
+    for _ in range(2):
+        assert ended(tmp_path, str(SCRIPT), "3")[::3] == (3, False)
+    assert own.pid is None
+    own.close()
+    other = PreparedStarts({**os.environ, **SAME}, lambda: names)
+    other.start()
+    assert other.pid is None
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [reason] * 2
+
+
+def test_a_forked_worker_does_not_note_what_its_script_sets(starts: PreparedStarts, tmp_path: Path) -> None:
+    """Its variables are set after the imports; those that imports have set are none of the script's."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nos.environ['NEW'] = '1'\nimport lightning.pytorch\n"
+        "from unicron_lightning.prepared import set_by_script\nprint(set_by_script.noted())"
+    )
+    end = ended(tmp_path / "worker", str(script))
+    assert (end.out, end.forked) == ("None\n", True)
+
+
 def test_other_programs_are_started_in_the_ordinary_way(
     starts: PreparedStarts, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

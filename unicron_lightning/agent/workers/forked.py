@@ -1,9 +1,10 @@
 """Starts workers by forking the prepared process (`unicron_lightning.prepared`), in place of torchelastic's ``Popen``.
 
 An ordinary start stays the rule for everything that a fork would change: another program than ``python -u SCRIPT.py``
-or ``-m MODULE``, variables that libraries may have read at their import, limits or signals that have changed, packages
-that were installed meanwhile, modules beside the script with the name of an imported one. So it does if the prepared
-process is slow, has died or must not be forked. Each cause is logged once.
+or ``-m MODULE``, a script that sets variables before its imports, variables that libraries may have read at their
+import, limits or signals that have changed, packages that were installed meanwhile, modules beside the script with the
+name of an imported one. So it does if the prepared process is slow, has died or must not be forked. Each cause is
+logged once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Final
@@ -118,9 +119,11 @@ class PreparedStarts:
 
     Args:
         environment: what workers will inherit, apart from the variables of a single worker.
+        set_by_script: returns the variables that the script is known to set before its imports.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], set_by_script: Callable[[], Collection[str]] = tuple) -> None:
+        self._set_by_script = set_by_script
         self._environment = {name: value for name, value in environment.items() if not _is_of_workers(name)}
         self._situation = situation.inherited()
         self._imported: dict[str, str] | None = None
@@ -140,6 +143,9 @@ class PreparedStarts:
         usual: Any = getattr(SubprocessHandler, "_popen", None)
         if usual is None or list(inspect.signature(usual).parameters) != ["self", "args", "env"]:
             self._log("this version of torch starts workers in another way")
+            return
+        if (reason := self._of_script()) is not None:
+            self._log(reason)
             return
         self._process, self._link = self._begin()
         self._usual = usual
@@ -196,8 +202,16 @@ class PreparedStarts:
         logger.info("worker_forked pid=%d seconds=%.3f", worker.pid, time.monotonic() - began)
         return worker
 
+    def _of_script(self) -> str | None:
+        """Return why workers of this script are not forked."""
+        names = sorted(self._set_by_script())
+        return f"the script sets {', '.join(names)} before it imports torch or Lightning" if names else None
+
     def _check_start(self, args: Sequence[str], env: Mapping[str, str]) -> None:
         """Check what is known before the imports have ended."""
+        if (reason := self._of_script()) is not None:
+            self._end_process()
+            raise OrdinaryStart(reason)
         words = list(args[1 + len(becoming.OPTIONS) :])
         if list(args[: 1 + len(becoming.OPTIONS)]) != [sys.executable, *becoming.OPTIONS] or not words:
             raise OrdinaryStart(f"the command does not begin with {sys.executable} {' '.join(becoming.OPTIONS)}")

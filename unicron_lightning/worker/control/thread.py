@@ -21,6 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from unicron_lightning import wire
+from unicron_lightning.prepared import set_by_script
 from unicron_lightning.worker.control.monitor import Monitor
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,8 @@ class Control:
                 port=port,
             )
         )
+        if (changed := set_by_script.noted()) is not None:
+            self.send(wire.Imported(worker=self.worker, changed=tuple(sorted(changed))))
 
     def wait_welcome(self) -> wire.Welcome:
         """Wait for the coordinator's welcome (as founder or joiner), which follows once the agent has a slot.
