@@ -109,8 +109,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
             self._departure.review()
         view = agent.view
         if self._options.prepare and self._prepared is None and view.set_by_script is not None and view.over is None:
-            self._prepared = PreparedStarts(os.environ, lambda: agent.view.set_by_script or ())
-            self._prepared.start()
+            self._prepare(agent)
         return int(view.stop is not None or view.fatal is not None)
 
     @override
@@ -195,6 +194,13 @@ class UnicronRendezvousHandler(RendezvousHandler):
         logger.info("agent_started agent=%s task=%s endpoint=%s", self._options.agent, self._options.task,
                     self._options.endpoint)  # fmt: skip
         return agent
+
+    def _prepare(self, agent: AgentThread) -> None:
+        """Prepare later starts: workers' variables do not change any more."""
+        environment = {name: value for name, value in os.environ.items() if name != environ.TOKEN}
+        _settle(environment)
+        self._prepared = PreparedStarts(environment, lambda: agent.view.set_by_script or ())
+        self._prepared.start()
 
     def _num_keys(self) -> int:
         store = self._store
