@@ -44,6 +44,8 @@ _TIMED: Final = "import time; start = time.process_time(); {code}; print(time.pr
 _LINE: Final = re.compile(r"import time:\s+(\d+) \|\s+\d+ \| +([\w]+)")
 _SHOWN: Final = 8
 _MOST_SECONDS: Final = 180.0
+_PREPARE_SECONDS: Final = 10.0
+"""Before the first kill: time for the imports of the agents' prepared processes."""
 _FORK: Final = """
 import gc, json, os, time
 {imports}
@@ -111,6 +113,7 @@ def task_seconds(prepare: bool, rejoins: int) -> tuple[float, list[float]]:
     with cluster:
         first = until("a step", lambda: steps(folder), _MOST_SECONDS)[0][1] - began
         seconds = []
+        time.sleep(_PREPARE_SECONDS)
         for _ in range(rejoins):
             workers = until(
                 "steps of both nodes",
