@@ -1,6 +1,6 @@
 """Traces: faults of a cluster's nodes and workers over time, in a total order.
 
-Faults are sorted by (time, place of the kind in `errors.KINDS`, node, worker, repair), so that a trace of the same
+Faults are sorted by (time, place of the kind in `errors.SEVERITY`, node, worker, repair), so that a trace of the same
 faults is the same whatever order they were listed in, and simultaneous faults have one sequence. A fault of a node that
 is already down only prolongs its absence, if it lasts longer.
 
@@ -19,13 +19,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
-from unicron_lightning.coordinator.severity.errors import KINDS, SEVERITY, Severity
+from unicron_lightning.coordinator.severity.errors import SEVERITY, Severity
 from unicron_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from unicron_lightning.simulate.workload import SimTask
 
-_ORDER: Final = {kind.name: place for place, kind in enumerate(KINDS)}
+_ORDER: Final = {kind: place for place, kind in enumerate(SEVERITY)}
 _UNITS: Final = {"slowdown": "a fraction"}
 SLOWDOWN: Final = 0.1
 """Slowdown if none is given: that from which the coordinator reports a task as degraded."""
@@ -102,7 +102,7 @@ class TraceFault:
 
     Attributes:
         at: seconds from the beginning of the trace.
-        kind: one of `errors.KINDS`.
+        kind: one of `errors.SEVERITY`.
         node: the node.
         worker: local rank on the node; None: the whole node.
         repair: seconds until the node can be used again; 0: its processes restart immediately. For `SLOWING` kinds,

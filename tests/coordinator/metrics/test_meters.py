@@ -11,7 +11,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.metrics.exposition import Process, encoded, families
 from unicron_lightning.coordinator.metrics.meters import ENDED_KEPT_SECONDS, Histogram, Meters
-from unicron_lightning.coordinator.severity.errors import KINDS
+from unicron_lightning.coordinator.severity.errors import SEVERITY
 
 PROCESS = Process(version="1.2", started_at=5.0, store_failing=False)
 
@@ -147,7 +147,7 @@ def test_labels_name_no_worker_agent_or_incident():
     nodes = {agent.node for agent in agents}
     words = {value for value in values if value not in {"t", *nodes}}
     assert not [word for word in words if "/" in word or "#" in word or word.startswith("i1")]
-    assert words <= {*(kind.name for kind in KINDS), *_closed_words()}
+    assert words <= {*SEVERITY, *_closed_words()}
 
 
 def _closed_words() -> set[str]:

@@ -18,7 +18,7 @@ class UnattributedError(msgspec.Struct, frozen=True, kw_only=True):
     """Error that a worker without a hello reported before its process ended."""
 
     kind: str
-    """One of `errors.KINDS`."""
+    """One of `errors.SEVERITY`."""
     cause: str = ""
     """Readable cause: exit status, signal, ..."""
     step: int | None = None
