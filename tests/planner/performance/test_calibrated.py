@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from unicron_lightning.planner.performance.calibrated import CalibratedModel, Measurement
 from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel
-from unicron_lightning.planner.performance.parsing import table_from_mapping
+from unicron_lightning.planner.performance.table import MeasuredPoint, MeasuredTable
 
-PRIOR = table_from_mapping({2**k: 1e14 * 2**k for k in range(3, 12)})
+PRIOR = MeasuredTable(points=tuple(MeasuredPoint(num_workers=2**k, flops_per_second=1e14 * 2**k) for k in range(3, 12)))
 
 
 def measured(*points: tuple[int, float], repeat: int = 50) -> dict[int, Measurement]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel
-from unicron_lightning.planner.performance.parsing import table_from_csv, table_from_mapping, table_from_rows
+from unicron_lightning.planner.performance.parsing import points_from_csv, points_from_rows
 from unicron_lightning.planner.performance.table import MeasuredPoint, MeasuredTable
 
 EIGHT = MeasuredPoint(num_workers=8, flops_per_second=1e15)
@@ -56,7 +56,10 @@ def test_configuration_is_that_of_the_workers_in_use() -> None:
     st.integers(0, 600),
 )
 def test_never_outside_the_measured_range(throughputs, between, num_workers) -> None:
-    table = table_from_mapping(throughputs, between=between)
+    table = MeasuredTable(
+        points=points_from_rows([{"workers": x, "flops_per_second": value} for x, value in throughputs.items()]),
+        between=between,
+    )
     assert all(table.throughput(x) == value for x, value in throughputs.items())
     value = table.throughput(num_workers)
     assert 0 <= value <= max(throughputs.values()) * (1 + 1e-12)
@@ -65,13 +68,14 @@ def test_never_outside_the_measured_range(throughputs, between, num_workers) -> 
 
 
 def test_csv_with_comments_units_and_layout() -> None:
-    table = table_from_csv(
+    points = points_from_csv(
         "# measured on Tuesday\n"
         "workers, tflops_per_worker, tensor_parallel, pipeline_parallel, data_parallel, micro_batch_size\n"
         "\n"
         "16, 120, 8, 1, 2, 4\n"
         "8, 125, 8, 1, 1, 4\n"
     )
+    table = MeasuredTable(points=points)
     assert table.throughput(8) == pytest.approx(1e15)
     assert table.throughput(16) == pytest.approx(1.92e15)
     layout = table.configuration(16)
@@ -79,7 +83,7 @@ def test_csv_with_comments_units_and_layout() -> None:
 
 
 def test_step_times_become_flops_per_second() -> None:
-    table = table_from_rows([{"workers": 4, "step_seconds": 2.0}], flops_per_step=6e15)
+    table = MeasuredTable(points=points_from_rows([{"workers": 4, "step_seconds": 2.0}], flops_per_step=6e15))
     assert table.throughput(4) == 3e15
 
 
@@ -117,14 +121,14 @@ def test_step_times_become_flops_per_second() -> None:
 )
 def test_a_wrong_row_is_named(rows, message) -> None:
     with pytest.raises(ValueError, match=message):
-        table_from_rows(rows)
+        MeasuredTable(points=points_from_rows(rows))
 
 
 def test_a_wrong_csv_is_named() -> None:
     with pytest.raises(ValueError, match="expected a column 'workers'"):
-        table_from_csv("")
+        points_from_csv("")
     with pytest.raises(ValueError, match="table row 1: 3 fields: expected at most 2"):
-        table_from_csv("workers,flops_per_second\n8,1,2")
+        points_from_csv("workers,flops_per_second\n8,1,2")
 
 
 def test_a_wrong_table_is_refused() -> None:

@@ -28,10 +28,11 @@ from unicron_lightning.planner.failures.rate import RateBelief
 from unicron_lightning.planner.performance.calibrated import CalibratedModel, Measurement
 from unicron_lightning.planner.performance.cluster import PRESETS, Hardware
 from unicron_lightning.planner.performance.model import PerformanceModel
-from unicron_lightning.planner.performance.parsing import table_from_csv, table_from_mapping, table_from_rows
+from unicron_lightning.planner.performance.parsing import points_from_csv, points_from_rows
 from unicron_lightning.planner.performance.recipe import RECIPES
 from unicron_lightning.planner.performance.search import SearchSpace
 from unicron_lightning.planner.performance.shape import ModelShape
+from unicron_lightning.planner.performance.table import MeasuredTable
 from unicron_lightning.planner.performance.transformer import TransformerModel
 from unicron_lightning.planner.placement.placer import Accelerators, Demand, NodeCapacity, NodeState, Placement, place
 from unicron_lightning.planner.plan import Plan
@@ -216,19 +217,16 @@ def performance_of(config: PerformanceConfig, cluster: PlanClusterConfig, folder
     if config.transformer is not None:
         prior = _transformer(config.transformer, cluster)
         return prior if config.measured is None else _calibrated(prior, config)
-    if config.flops is not None:
-        return table_from_mapping(dict(config.flops.items()), between=config.between, beyond=config.beyond)
-    if config.points is not None:
-        return table_from_rows(
-            config.points, flops_per_step=config.flops_per_step, between=config.between, beyond=config.beyond
-        )
-    assert config.csv is not None
-    path = folder / config.csv
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"csv={config.csv}: {error}") from error
-    return table_from_csv(text, flops_per_step=config.flops_per_step, between=config.between, beyond=config.beyond)
+    if config.csv is None:
+        rows = config.points or [{"workers": x, "flops_per_second": rate} for x, rate in (config.flops or {}).items()]
+        points = points_from_rows(rows, flops_per_step=config.flops_per_step)
+    else:
+        try:
+            text = (folder / config.csv).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"csv={config.csv}: {error}") from error
+        points = points_from_csv(text, flops_per_step=config.flops_per_step)
+    return MeasuredTable(points=points, between=config.between, beyond=config.beyond)
 
 
 def _transformer(config: TransformerConfig, cluster: PlanClusterConfig) -> TransformerModel:
@@ -253,7 +251,8 @@ def _transformer(config: TransformerConfig, cluster: PlanClusterConfig) -> Trans
 
 def _calibrated(prior: TransformerModel, config: PerformanceConfig) -> CalibratedModel:
     """Correct the analytic model by a file's measured rows."""
-    table = table_from_rows(config.measured or [], flops_per_step=config.flops_per_step or float(prior.step_flops))
+    rows, flops_per_step = config.measured or [], config.flops_per_step or float(prior.step_flops)
+    table = MeasuredTable(points=points_from_rows(rows, flops_per_step=flops_per_step))
     measured = {
         row.num_workers: Measurement(flops_per_second=row.flops_per_second, configuration=row.configuration)
         for row in table.points

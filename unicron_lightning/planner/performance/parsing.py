@@ -1,4 +1,4 @@
-"""Parses tables of measurements from text or loaded values. The caller opens files.
+"""Parses rows of measurements from text or loaded values into points of a table. The caller opens files.
 
 A row has these columns; exactly one of the four speed columns is given:
 
@@ -21,27 +21,21 @@ import math
 from collections.abc import Iterable, Mapping
 
 from unicron_lightning.planner.performance.model import ParallelConfiguration
-from unicron_lightning.planner.performance.table import Between, Beyond, MeasuredPoint, MeasuredTable
+from unicron_lightning.planner.performance.table import MeasuredPoint
 
 _SPEEDS = ("flops_per_second", "tflops_per_second", "tflops_per_worker", "step_seconds")
 _LAYOUT = ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size")
 _COLUMNS = frozenset(("workers", "relative_error", *_SPEEDS, *_LAYOUT))
 
 
-def table_from_rows(
-    rows: Iterable[Mapping[str, object]],
-    *,
-    flops_per_step: float | None = None,
-    between: Between = "stair",
-    beyond: Beyond = "hold",
-) -> MeasuredTable:
-    """A table from rows in any order.
+def points_from_rows(
+    rows: Iterable[Mapping[str, object]], *, flops_per_step: float | None = None
+) -> tuple[MeasuredPoint, ...]:
+    """The points of a table, rising, from rows in any order.
 
     Args:
         rows: mappings from column to value; numbers, or text that is one. Empty text and None count as absent.
         flops_per_step: FLOPs of one optimizer step, needed if rows give ``step_seconds``.
-        between: see `MeasuredTable`.
-        beyond: see `MeasuredTable`.
 
     Raises:
         ValueError: the first wrong row, by its number (from 1), with the given and the expected value.
@@ -55,28 +49,14 @@ def table_from_rows(
         except ValueError as error:
             raise ValueError(f"table row {number}: {error}") from None
         points[point.num_workers] = point
-    return MeasuredTable(points=tuple(points[count] for count in sorted(points)), between=between, beyond=beyond)
+    return tuple(points[count] for count in sorted(points))
 
 
-def table_from_mapping(
-    throughputs: Mapping[object, object], *, between: Between = "stair", beyond: Beyond = "hold"
-) -> MeasuredTable:
-    """A table from worker counts to aggregate FLOP/s, as YAML gives it: ``{8: 1.1e15, 16: 2.1e15}``.
+def points_from_csv(text: str, *, flops_per_step: float | None = None) -> tuple[MeasuredPoint, ...]:
+    """The points from the text of a CSV file with a header line. Lines that start with ``#`` are comments.
 
     Raises:
-        ValueError: as `table_from_rows`.
-    """
-    rows = [{"workers": workers, "flops_per_second": value} for workers, value in throughputs.items()]
-    return table_from_rows(rows, between=between, beyond=beyond)
-
-
-def table_from_csv(
-    text: str, *, flops_per_step: float | None = None, between: Between = "stair", beyond: Beyond = "hold"
-) -> MeasuredTable:
-    """A table from the text of a CSV file with a header line. Lines that start with ``#`` are comments.
-
-    Raises:
-        ValueError: as `table_from_rows`, or no header, or a line with more fields than the header.
+        ValueError: as `points_from_rows`, or no header, or a line with more fields than the header.
     """
     lines = [line for line in text.lstrip("\ufeff").splitlines() if line.strip() and not line.lstrip().startswith("#")]
     reader = csv.reader(io.StringIO("\n".join(lines)), skipinitialspace=True)
@@ -88,7 +68,7 @@ def table_from_csv(
         if len(fields) > len(header):
             raise ValueError(f"table row {number}: {len(fields)} fields: expected at most {len(header)}")
         rows.append({name: field.strip() for name, field in zip(header, fields, strict=False)})
-    return table_from_rows(rows, flops_per_step=flops_per_step, between=between, beyond=beyond)
+    return points_from_rows(rows, flops_per_step=flops_per_step)
 
 
 def _point(row: Mapping[str, object], flops_per_step: float | None) -> MeasuredPoint:
