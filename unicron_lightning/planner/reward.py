@@ -71,11 +71,7 @@ class Curve:
             ValueError: a throughput is negative or not finite.
         """
         sizes = np.array(task.sizes(unit, num_workers), dtype=np.int64)
-        flops = np.array([task.cautious(int(x)) for x in sizes], dtype=np.float64)
-        wrong = np.flatnonzero(~np.isfinite(flops) | (flops < 0))
-        if wrong.size:
-            x, value = sizes[wrong[0]], float(flops[wrong[0]])
-            raise ValueError(f"task {task.name!r}: throughput({x}) is {value!r}: expected FLOP/s, finite, 0 or more")
+        flops = np.array([_flops(task, int(x)) for x in sizes], dtype=np.float64)
         runs = flops > 0
         known = sizes[runs] if task.relayout_seconds else sizes[:0]
         return cls(
@@ -110,11 +106,7 @@ class Curve:
         index = int(np.searchsorted(self.workers, num_workers))
         if index < len(self.workers) and self.workers[index] == num_workers:
             return float(self.waf[index])
-        flops = self.task.cautious(num_workers)
-        if not (math.isfinite(flops) and flops >= 0):
-            given = f"throughput({num_workers}) is {flops!r}"
-            raise ValueError(f"task {self.task.name!r}: {given}: expected FLOP/s, finite, 0 or more")
-        return self.task.terms.weight * flops
+        return self.task.terms.weight * _flops(self.task, num_workers)
 
     @cached_property
     def waf_peak(self) -> float:
@@ -136,3 +128,12 @@ class Curve:
         content.update(self.waf.tobytes())
         content.update(self.layouts.tobytes())
         return content.digest()
+
+
+def _flops(task: PlanTask, num_workers: int) -> float:
+    """T(t,x) as the plan takes it, checked."""
+    flops = task.cautious(num_workers)
+    if not (math.isfinite(flops) and flops >= 0):
+        given = f"throughput({num_workers}) is {float(flops)!r}"
+        raise ValueError(f"task {task.name!r}: {given}: expected FLOP/s, finite, 0 or more")
+    return flops

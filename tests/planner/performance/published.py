@@ -16,18 +16,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
 from unicron_lightning.planner.performance.cluster import A100, H100, Hardware
-from unicron_lightning.planner.performance.layouts import Layouts
+from unicron_lightning.planner.performance.layouts import RECOMPUTE, Layouts
 from unicron_lightning.planner.performance.memory import worker_bytes
 from unicron_lightning.planner.performance.model import ParallelConfiguration
 from unicron_lightning.planner.performance.recipe import MEGATRON_2021, MEGATRON_2022, MEGATRON_CORE, Recipe
 from unicron_lightning.planner.performance.shape import ModelShape, Recompute
 from unicron_lightning.planner.performance.timing import layer_seconds, step_seconds
 from unicron_lightning.planner.performance.transformer import SCALING_LOSS, TransformerModel
+
+
+def layouts_of(*configurations: ParallelConfiguration) -> Layouts:
+    """Arrays from configurations, in their order."""
+    names = ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "num_micro_batches")
+    rows = [(*(getattr(c, name) for name in names), c.interleave, RECOMPUTE.index(c.recompute)) for c in configurations]
+    columns = np.array(rows, dtype=np.int64).T
+    return Layouts(**{field.name: column for field, column in zip(fields(Layouts), columns, strict=True)})
+
+
+def layout(**given: Any) -> Layouts:
+    """One configuration, of one worker unless given."""
+    base = {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 1, "micro_batch_size": 1}
+    return layouts_of(ParallelConfiguration(**{**base, **given}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +102,7 @@ class Prediction:
 
 def predict(run: PublishedRun) -> Prediction:
     """Predict a published run."""
-    layouts = Layouts.of(*_configurations(run))
+    layouts = layouts_of(*_configurations(run))
     memory = worker_bytes(run.shape, run.recipe, layouts)
     seconds = step_seconds(run.shape, run.cluster, run.recipe, layouts).total
     if run.fits:
@@ -423,10 +438,10 @@ LAYER_TIMES: tuple[tuple[Recipe, Recompute, str, float], ...] = (
 
 def predict_layer(recipe: Recipe, recompute: Recompute) -> dict[str, float]:
     """The model's milliseconds for `LAYER_TIMES`, by pass."""
-    layouts = Layouts.of(
+    layouts = layouts_of(
         ParallelConfiguration(
             tensor_parallel=8, pipeline_parallel=1, data_parallel=1, micro_batch_size=4, recompute=recompute
         )
     )
-    seconds = layer_seconds(gpt(48, 6144, 64), A100, recipe, layouts)
-    return {"forward": 1e3 * float(seconds.forward[0]), "backward": 1e3 * float(seconds.backward[0])}
+    forward, backward = layer_seconds(gpt(48, 6144, 64), A100, recipe, layouts)
+    return {"forward": 1e3 * float(forward[0]), "backward": 1e3 * float(backward[0])}

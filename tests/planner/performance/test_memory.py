@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.performance.published import GPT_1T, GPT_22B, GPT_175B, GPT_530B, LLAMA_70B
+from planner.performance.published import GPT_1T, GPT_22B, GPT_175B, GPT_530B, LLAMA_70B, layout, layouts_of
 
-from unicron_lightning.planner.performance.layouts import Layouts
 from unicron_lightning.planner.performance.memory import (
     first_stage_activation_bytes,
     layer_activation_bytes,
@@ -24,11 +23,6 @@ from unicron_lightning.planner.performance.recipe import MEGATRON_2021, MEGATRON
 from unicron_lightning.planner.performance.shape import ModelShape
 
 SHAPES = [GPT_22B, GPT_175B, GPT_530B, GPT_1T]
-
-
-def layout(**fields) -> Layouts:
-    base = {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 1, "micro_batch_size": 1}
-    return Layouts.of(ParallelConfiguration(**{**base, **fields}))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -185,6 +179,6 @@ def test_many_at_once_are_as_one_by_one() -> None:
         for b in (1, 2)
         for again in ("none", "selective", "full")
     ]
-    together = worker_bytes(GPT_175B, MEGATRON_2022, Layouts.of(*configurations))
-    alone = [worker_bytes(GPT_175B, MEGATRON_2022, Layouts.of(c))[0] for c in configurations]
+    together = worker_bytes(GPT_175B, MEGATRON_2022, layouts_of(*configurations))
+    alone = [worker_bytes(GPT_175B, MEGATRON_2022, layouts_of(c))[0] for c in configurations]
     np.testing.assert_array_equal(together, alone)

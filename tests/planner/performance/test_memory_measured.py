@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from planner.performance.published import layouts_of
 from torch import nn
 
-from unicron_lightning.planner.performance.layouts import Layouts
 from unicron_lightning.planner.performance.memory import layer_activation_bytes
 from unicron_lightning.planner.performance.model import ParallelConfiguration
 from unicron_lightning.planner.performance.recipe import MEGATRON_2022
@@ -94,7 +94,7 @@ def test_a_layer_keeps_what_the_formula_says(shape: ModelShape, dropout: bool, b
     configuration = ParallelConfiguration(
         tensor_parallel=1, pipeline_parallel=1, data_parallel=1, micro_batch_size=batch
     )
-    expected = layer_activation_bytes(shape, recipe, Layouts.of(configuration))[0]
+    expected = layer_activation_bytes(shape, recipe, layouts_of(configuration))[0]
     layer = Layer(shape, dropout=dropout).to(torch.bfloat16)
     measured = kept_bytes(layer, batch)
     # silu keeps its input and its product keeps both factors: one tensor of the inner width more than a fused kernel.

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.performance.published import GPT_22B, GPT_175B, LLAMA_70B, LLAMA_405B
+from planner.performance.published import GPT_22B, GPT_175B, LLAMA_70B, LLAMA_405B, layout
 
 from unicron_lightning.planner.performance.cluster import A100, A800, H100, H200
-from unicron_lightning.planner.performance.layouts import Layouts
-from unicron_lightning.planner.performance.model import ParallelConfiguration
 from unicron_lightning.planner.performance.recipe import MEGATRON_2022, MEGATRON_CORE, Efficiency
 from unicron_lightning.planner.performance.timing import StepSeconds, layer_seconds, step_seconds
 
@@ -24,11 +22,6 @@ IDEAL = replace(
     inter_latency_seconds=0,
 )
 PERFECT = replace(MEGATRON_2022, efficiency=Efficiency(matmul=1, memory=1, network=1))
-
-
-def layout(**fields) -> Layouts:
-    base = {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 1, "micro_batch_size": 1}
-    return Layouts.of(ParallelConfiguration(**{**base, **fields}))
 
 
 def seconds(shape, cluster, recipe, **fields) -> StepSeconds:
@@ -98,9 +91,9 @@ def test_neighbours_in_the_pipeline_talk_over_the_slower_link_unless_they_share_
 
 def test_an_uneven_division_makes_room_for_the_output_layer() -> None:
     # 126 layers over 16 stages: 8, and 7 in the last, as in Llama 3. The 8 layers decide, not 7 and the output layer.
-    layer = layer_seconds(LLAMA_405B, H100, MEGATRON_CORE, layout(tensor_parallel=8))
+    forward, backward = layer_seconds(LLAMA_405B, H100, MEGATRON_CORE, layout(tensor_parallel=8))
     step = seconds(LLAMA_405B, H100, MEGATRON_CORE, tensor_parallel=8, pipeline_parallel=16, num_micro_batches=16)
-    assert step.stages[0] == pytest.approx(16 * 8 * (layer.forward[0] + layer.backward[0]), rel=0.01)
+    assert step.stages[0] == pytest.approx(16 * 8 * (forward[0] + backward[0]), rel=0.01)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -114,8 +107,8 @@ def test_data_parallel_communication_is_a_ring(overlap: bool, divided: bool) -> 
     expected = per_byte * (4 + (2 if divided else 4))
     assert seconds(GPT_22B, cluster, recipe, data_parallel=1, **fields).data[0] == 0
     if overlap:
-        layer = layer_seconds(GPT_22B, cluster, recipe, layout(tensor_parallel=8))
-        expected -= 48 * (layer.backward[0] + (layer.forward[0] if divided else 0))
+        forward, backward = layer_seconds(GPT_22B, cluster, recipe, layout(tensor_parallel=8))
+        expected -= 48 * (backward[0] + (forward[0] if divided else 0))
     assert step.data[0] == pytest.approx(expected, rel=1e-9)
 
 

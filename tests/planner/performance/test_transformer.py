@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.performance.published import GPT_22B, GPT_175B, LLAMA_8B, LLAMA_70B
+from planner.performance.published import GPT_22B, GPT_175B, LLAMA_8B, LLAMA_70B, layouts_of
 
 from unicron_lightning.planner.performance import search
 from unicron_lightning.planner.performance.cluster import A100, H100, H200, PRESETS
@@ -45,7 +45,7 @@ def test_an_answer_is_possible_and_consistent(model: TransformerModel, num_worke
     if best is None:
         assert value == 0 and model.step_seconds(num_workers) == math.inf
         return
-    shape, layouts = model.shape, Layouts.of(best)
+    shape, layouts = model.shape, layouts_of(best)
     assert best.num_workers <= num_workers if model.may_idle else best.num_workers == num_workers
     assert shape.num_layers % (best.pipeline_parallel * best.interleave) == 0
     assert shape.num_heads % best.tensor_parallel == 0

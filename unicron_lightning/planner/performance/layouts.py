@@ -65,24 +65,6 @@ class Layouts:
         )
 
     @staticmethod
-    def of(*configurations: ParallelConfiguration) -> Layouts:
-        """Arrays from configurations, in their order."""
-        rows = [
-            (
-                c.tensor_parallel,
-                c.pipeline_parallel,
-                c.data_parallel,
-                c.micro_batch_size,
-                c.num_micro_batches,
-                c.interleave,
-                RECOMPUTE.index(c.recompute),
-            )
-            for c in configurations
-        ]
-        columns = np.array(rows, dtype=np.int64).reshape(len(rows), 7).T
-        return Layouts(**{field.name: column for field, column in zip(fields(Layouts), columns, strict=True)})
-
-    @staticmethod
     def concatenate(parts: list[Layouts]) -> Layouts:
         """All of the parts' configurations, in order."""
         return Layouts(

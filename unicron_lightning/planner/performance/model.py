@@ -48,16 +48,9 @@ class ParallelConfiguration:
     memory_bytes: int = 0
 
     def __post_init__(self) -> None:
-        degrees = {
-            "tensor_parallel": self.tensor_parallel,
-            "pipeline_parallel": self.pipeline_parallel,
-            "data_parallel": self.data_parallel,
-            "micro_batch_size": self.micro_batch_size,
-            "num_micro_batches": self.num_micro_batches,
-            "interleave": self.interleave,
-        }
-        for name, value in degrees.items():
-            if value < 1:
+        sizes = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+        for name in (*sizes, "micro_batch_size", "num_micro_batches", "interleave"):
+            if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
         if self.recompute not in ("none", "selective", "full"):
             raise ValueError(f"recompute={self.recompute!r}: expected 'none', 'selective' or 'full'")

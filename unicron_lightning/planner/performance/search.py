@@ -78,7 +78,7 @@ def search(
     Among equally fast ones the order of the search decides: less PP, less TP, less interleaving, less recomputation,
     larger micro-batches (fewer kernels, which the formulas do not charge for).
     """
-    parts: list[tuple[Layouts, FloatArray, FloatArray]] = [(Layouts.of(), np.zeros(0), np.zeros(0))]
+    parts: list[tuple[Layouts, FloatArray, FloatArray]] = []
     for layouts in _candidates(shape, cluster, recipe, space, global_batch_size):
         memory = worker_bytes(shape, recipe, layouts)
         fits = memory <= cluster.usable_bytes

@@ -37,19 +37,6 @@ _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSeconds:
-    """One layer, one micro-batch, one worker: seconds of its parts, by configuration.
-
-    Attributes:
-        forward: forward pass, communication included.
-        backward: backward pass, recomputation included.
-    """
-
-    forward: FloatArray
-    backward: FloatArray
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepSeconds:
     """An optimizer step: seconds of its parts, by configuration. The parts add up to ``total``.
 
@@ -71,8 +58,13 @@ class StepSeconds:
         return self.stages + self.bubble + self.data + self.optimizer
 
 
-def layer_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts) -> LayerSeconds:
-    """Seconds of one layer for one micro-batch, on each of the TP workers that share it."""
+def layer_seconds(
+    shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds of one layer's forward and backward pass for one micro-batch, on each of the TP workers that share it.
+
+    They include communication, and the backward pass includes recomputation.
+    """
     speed = recipe.efficiency.matmul * cluster.peak(recipe.precision)
     memory_speed = recipe.efficiency.memory * cluster.memory_bandwidth
     matrices = shape.layer_matrix_flops(1) * layouts.micro_batch / layouts.tensor / speed
@@ -87,23 +79,23 @@ def layer_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts:
     reduction = 2 * _tensor_seconds(shape, cluster, recipe, layouts)
     forward = matrices + core_forward + rest + reduction
     again = np.where(layouts.recompute == _FULL, forward, np.where(layouts.recompute == _SELECTIVE, core_forward, 0.0))
-    return LayerSeconds(forward=forward, backward=2 * matrices + core_backward + rest + reduction + again)
+    return forward, 2 * matrices + core_backward + rest + reduction + again
 
 
 def step_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts) -> StepSeconds:
     """Seconds of an optimizer step by its parts."""
     p, v, m = layouts.pipeline, layouts.interleave, layouts.num_micro_batches
-    layer = layer_seconds(shape, cluster, recipe, layouts)
+    forward, backward = layer_seconds(shape, cluster, recipe, layouts)
     fullest, emptiest = -(-shape.num_layers // p), shape.num_layers // p
     head = _head_seconds(shape, cluster, recipe, layouts)
     exchange = _pipeline_seconds(shape, cluster, recipe, layouts)
-    stage = fullest * (layer.forward + layer.backward) + exchange
+    stage = fullest * (forward + backward) + exchange
     # Under an uneven division the last stage has one layer less, which compensates for the output layer.
-    last = emptiest * (layer.forward + layer.backward) + exchange + head
+    last = emptiest * (forward + backward) + exchange + head
     return StepSeconds(
         stages=np.float64(1) * m * np.maximum(stage, last),
         bubble=(p - 1) / v * stage,
-        data=_data_seconds(shape, cluster, recipe, layouts, fullest * layer.forward, fullest * layer.backward),
+        data=_data_seconds(shape, cluster, recipe, layouts, fullest * forward, fullest * backward),
         optimizer=_optimizer_seconds(shape, cluster, recipe, layouts),
     )
 

@@ -14,6 +14,7 @@ Workers that should share a node (a replica, or a tensor-parallel group) are not
 from __future__ import annotations
 
 import enum
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -139,16 +140,17 @@ def place(nodes: Sequence[NodeCapacity], demands: Sequence[Demand], running: Acc
         before.update(zip((each.name for each in own), held, strict=False))
         places += own
     assigned = assign(places, {demand.task: demand.num_workers for demand in demands}, before)
-    placed: dict[str, dict[str, int]] = {task: {} for task in tasks}
-    for each in places:
-        if each.name in assigned:
-            on_nodes = placed[assigned[each.name]]
-            on_nodes[each.node] = on_nodes.get(each.node, 0) + 1
-    spanning = {d.task: sum(num % d.together for num in placed[d.task].values()) for d in demands}
+    placed = Counter((each.node, assigned[each.name]) for each in places if each.name in assigned)
+    accelerators: dict[str, dict[str, int]] = {}
+    for (name, task), num in sorted(placed.items()):
+        accelerators.setdefault(name, {})[task] = num
+    together, spanning = {demand.task: demand.together for demand in demands}, dict.fromkeys(tasks, 0)
+    for (_, task), num in placed.items():
+        spanning[task] += num % together[task]
     return Placement(
-        accelerators=_by_node(placed),
+        accelerators=MappingProxyType({name: MappingProxyType(on_node) for name, on_node in accelerators.items()}),
         moves=_moves(placed, running),
-        num_spanning=MappingProxyType({task: spanning[task] for task in tasks}),
+        num_spanning=MappingProxyType(spanning),
     )
 
 
@@ -175,27 +177,19 @@ def _check(nodes: Sequence[NodeCapacity], demands: Sequence[Demand], running: Ac
         raise ValueError(f"the tasks get {wanted} workers: expected at most the {there} accelerators of ready nodes")
 
 
-def _by_node(placed: Mapping[str, Mapping[str, int]]) -> Accelerators:
-    """Turn task -> node -> accelerators into node -> task -> accelerators."""
-    accelerators: dict[str, dict[str, int]] = {}
-    for task, nodes in placed.items():
-        for node, num in nodes.items():
-            accelerators.setdefault(node, {})[task] = num
-    return MappingProxyType(
-        {node: MappingProxyType(dict(sorted(accelerators[node].items()))) for node in sorted(accelerators)}
-    )
+def _moves(placed: Counter[tuple[str, str]], running: Accelerators) -> tuple[Move, ...]:
+    """Accelerators that each task releases, paired with those that it gets, both in the order of the nodes' names.
 
-
-def _moves(placed: Mapping[str, Mapping[str, int]], running: Accelerators) -> tuple[Move, ...]:
-    """Accelerators that each task releases, paired with those that it gets, both in the order of the nodes' names."""
-    before: dict[str, dict[str, int]] = {}
-    for node, tasks in running.items():
-        for task, num in tasks.items():
-            before.setdefault(task, {})[node] = num
+    Args:
+        placed: number of accelerators by node and task.
+        running: the same before.
+    """
+    before = Counter({(node, task): num for node, tasks in running.items() for task, num in tasks.items()})
+    changes: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for task, node in sorted({(task, node) for node, task in (*placed, *before)}):
+        changes[task][node] = placed[node, task] - before[node, task]
     moves: list[Move] = []
-    for task in sorted({*placed, *before}):
-        now, then = before.get(task, {}), placed.get(task, {})
-        change = {node: then.get(node, 0) - now.get(node, 0) for node in sorted({*now, *then})}
+    for task, change in changes.items():
         sources = [(node, -num) for node, num in change.items() if num < 0]
         targets = [(node, num) for node, num in change.items() if num > 0]
         moves += _paired(task, sources, targets)
