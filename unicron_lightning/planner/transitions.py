@@ -23,7 +23,6 @@ transition is not modelled.
 from __future__ import annotations
 
 import bisect
-import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,38 +59,6 @@ NEWEST: Final = 64
 _MAD_TO_DEVIATION: Final = 1.4826
 
 
-class TransitionKind(enum.Enum):
-    """Kind of a change of a task's workers."""
-
-    SHRINK_IN_PLACE = "shrink_in_place"
-    """Workers leave; the remaining ones keep their processes and state."""
-    GROW_IN_PLACE = "grow_in_place"
-    """Workers join; the present ones keep their processes and state."""
-    RESTART = "restart"
-    """Processes are restarted on the same workers, in the same configuration."""
-    RECONFIGURE_COLD = "reconfigure_cold"
-    """The task starts from a checkpoint in another parallel configuration, or for the first time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transition:
-    """One measured transition.
-
-    Attributes:
-        task: name of the task.
-        kind: kind of the change.
-        seconds: time between the last step finished before it and the first one after it, > 0.
-    """
-
-    task: str
-    kind: TransitionKind
-    seconds: float
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise ValueError(f"seconds={self.seconds}: expected a finite number > 0")
-
-
 @dataclass(frozen=True, kw_only=True)
 class TransitionTime:
     """A log-normal distribution of durations, also used as a prior.
@@ -119,12 +86,12 @@ class TransitionTime:
         """D_transition: the mean duration."""
         return self.median_seconds * math.exp(self.log_deviation**2 / 2)
 
-    def observed(self, seconds: Sequence[float]) -> TransitionTime:
-        """The estimate after measured durations, with this one as the prior."""
-        return self.observed_logs(sorted(math.log(value) for value in seconds))
+    def observed(self, logs: Sequence[float]) -> TransitionTime:
+        """The estimate after measured durations, with this one as the prior: as fast for thousands as for a few.
 
-    def observed_logs(self, logs: Sequence[float]) -> TransitionTime:
-        """`observed` from the durations' logarithms in ascending order: as fast for thousands as for a few."""
+        Args:
+            logs: logarithms of the durations, in ascending order.
+        """
         if not logs:
             return self
         median = sorted_median(logs)
@@ -146,38 +113,36 @@ class TransitionTimes:
     """Durations of each task's transitions, by kind.
 
     Args:
-        measured: all measured transitions, oldest first.
-        priors: the prior of each kind; all four are needed.
+        measured: task, kind and seconds of all measured transitions, oldest first; seconds count from the last step
+            finished before the change to the first one after it, and are > 0.
+        priors: the prior of each kind.
         newest: number of newest transitions of a task and kind that count.
     """
 
     def __init__(
         self,
-        measured: Iterable[Transition],
-        priors: Mapping[TransitionKind, TransitionTime],
+        measured: Iterable[tuple[str, str, float]],
+        priors: Mapping[str, TransitionTime],
         *,
         newest: int = NEWEST,
     ) -> None:
-        missing = [kind.value for kind in TransitionKind if kind not in priors]
-        if missing:
-            raise ValueError(f"priors without {', '.join(missing)}: expected one for each kind of transition")
         if newest < 1:
             raise ValueError(f"newest={newest}: expected an integer >= 1")
         self._priors = dict(priors)
-        self._seconds: dict[TransitionKind, dict[str, list[float]]] = {kind: {} for kind in TransitionKind}
-        for transition in measured:
-            of_task = self._seconds[transition.kind].setdefault(transition.task, [])
-            of_task.append(transition.seconds)
+        self._seconds: dict[str, dict[str, list[float]]] = {kind: {} for kind in priors}
+        for task, kind, seconds in measured:
+            of_task = self._seconds[kind].setdefault(task, [])
+            of_task.append(seconds)
             del of_task[:-newest]
         self._logs = {
-            kind: sorted(math.log(value) for seconds in tasks.values() for value in seconds)
+            kind: sorted(math.log(value) for of_task in tasks.values() for value in of_task)
             for kind, tasks in self._seconds.items()
         }
         """Logarithms of all tasks' durations, in ascending order."""
-        self._unmeasured: dict[TransitionKind, TransitionTime] = {}
+        self._unmeasured: dict[str, TransitionTime] = {}
         """The estimate for tasks without a transition of a kind, which is the same for all of them."""
 
-    def of_kind(self, task: str, kind: TransitionKind) -> TransitionTime:
+    def of_kind(self, task: str, kind: str) -> TransitionTime:
         """The estimate for one kind of transition of a task, measured or not."""
         own = sorted(math.log(value) for value in self._seconds[kind].get(task, []))
         if not own:
@@ -187,12 +152,12 @@ class TransitionTimes:
         others = self._logs[kind].copy()
         for log in own:
             del others[bisect.bisect_left(others, log)]
-        return self._towards(kind, others).observed_logs(own)
+        return self._towards(kind, others).observed(own)
 
-    def _towards(self, kind: TransitionKind, others: Sequence[float]) -> TransitionTime:
+    def _towards(self, kind: str, others: Sequence[float]) -> TransitionTime:
         """The prior for a task's own transitions, from those of all others."""
         prior = self._priors[kind]
-        pooled = prior.observed_logs(others)
+        pooled = prior.observed(others)
         # However many transitions other tasks have, for this task they have only the prior's weight.
         return TransitionTime(
             median_seconds=pooled.median_seconds,

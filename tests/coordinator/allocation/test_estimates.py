@@ -19,7 +19,6 @@ from unicron_lightning.coordinator.incidents.record import Lifetimes, Measured, 
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.state import Task, Worker, decode_task, encode
 from unicron_lightning.jobs import Job
-from unicron_lightning.planner.transitions import TransitionKind
 
 NOW = 5000.0
 
@@ -90,9 +89,9 @@ def test_the_shape_is_measured_even_if_the_flops_are_unknown():
 def test_measured_transitions_feed_the_planner():
     seen = [MeasuredTransition(kind="grow_in_place", seconds=4.0, at=float(at)) for at in range(20)]
     times = transition_times({"t": task(transitions=seen), "other": task("other")}, PlannerConfig())
-    assert times.of_kind("t", TransitionKind.GROW_IN_PLACE).median_seconds == pytest.approx(4.0, rel=0.3)
-    assert times.of_kind("t", TransitionKind.RESTART).median_seconds == pytest.approx(15.0)
-    assert times.of_kind("other", TransitionKind.GROW_IN_PLACE).median_seconds > 1.5, "other tasks count too"
+    assert times.of_kind("t", "grow_in_place").median_seconds == pytest.approx(4.0, rel=0.3)
+    assert times.of_kind("t", "restart").median_seconds == pytest.approx(15.0)
+    assert times.of_kind("other", "grow_in_place").median_seconds > 1.5, "other tasks count too"
 
 
 def test_failures_seen_shorten_the_time_to_the_next():

@@ -147,27 +147,24 @@ def transition_times(tasks: Mapping[str, Task], planner: PlannerConfig) -> Trans
         tasks: those that have begun.
         planner: has the medians expected before any transition was measured.
     """
-    from unicron_lightning.planner.transitions import Transition, TransitionKind, TransitionTime, TransitionTimes
+    from unicron_lightning.planner.transitions import TransitionTime, TransitionTimes
 
-    priors = {
-        TransitionKind.SHRINK_IN_PLACE: TransitionTime(median_seconds=planner.shrink_seconds),
-        TransitionKind.GROW_IN_PLACE: TransitionTime(median_seconds=planner.grow_seconds),
-        TransitionKind.RESTART: TransitionTime(median_seconds=planner.restart_seconds),
-        TransitionKind.RECONFIGURE_COLD: TransitionTime(median_seconds=planner.cold_seconds),
+    medians = {
+        "shrink_in_place": planner.shrink_seconds,
+        "grow_in_place": planner.grow_seconds,
+        "restart": planner.restart_seconds,
+        "reconfigure_cold": planner.cold_seconds,
     }
+    priors = {kind: TransitionTime(median_seconds=seconds) for kind, seconds in medians.items()}
     measured = [(name, each) for name, task in tasks.items() for each in task.measured.transitions]
     measured.sort(key=lambda item: item[1].at)
-    seen = [Transition(task=name, kind=TransitionKind(each.kind), seconds=each.seconds) for name, each in measured]
-    return TransitionTimes(seen, priors)
+    return TransitionTimes([(name, each.kind, each.seconds) for name, each in measured], priors)
 
 
 def relayout_times(times: TransitionTimes, jobs: Mapping[str, Job]) -> Callable[[str], float]:
     """Return D_relayout by task: that of a cold reconfiguration for jobs with layouts, 0 for all others."""
-    from unicron_lightning.planner.transitions import TransitionKind
-
     laid = frozenset(name for name, job in jobs.items() if job.layouts)
-    kind = TransitionKind.RECONFIGURE_COLD
-    return lambda name: times.of_kind(name, kind).expected_seconds if name in laid else 0.0
+    return lambda name: times.of_kind(name, "reconfigure_cold").expected_seconds if name in laid else 0.0
 
 
 def failure_model(tasks: Mapping[str, Task], past: Lifetimes, planner: PlannerConfig) -> FailureModel:

@@ -12,7 +12,12 @@ from typing import Final, Literal, Protocol, TypeVar
 import msgspec
 
 TransitionName = Literal["shrink_in_place", "grow_in_place", "restart", "reconfigure_cold"]
-"""Values of `unicron_lightning.planner.transitions.TransitionKind`."""
+"""Kinds of a change of a task's workers.
+
+``shrink_in_place``, ``grow_in_place``: workers leave or join, the others keep their processes and state. ``restart``:
+processes are restarted on the same workers, in the same configuration. ``reconfigure_cold``: the task starts from a
+checkpoint in another parallel configuration, or for the first time.
+"""
 
 
 class Level(msgspec.Struct, frozen=True, kw_only=True):
