@@ -44,19 +44,19 @@ def test_slots_are_granted_before_a_script_regroups():
     made = task(script="plain")
     with pytest.raises(AssertionError, match="slots cannot move from none to regrouping"):
         lifecycle.regroup(made)
-    lifecycle.grant_slots(made)
+    lifecycle.move(made, slots="granted")
     lifecycle.regroup(made)
     assert made.formed and made.regrouping
-    lifecycle.grant_slots(made)
+    lifecycle.move(made, slots="granted")
     assert made.formed and not made.regrouping
 
 
 def test_a_join_is_due_only_after_candidates_have_waited():
     made = task(script="elastic", slots="granted")
     with pytest.raises(AssertionError, match="join cannot move from none to due"):
-        lifecycle.join_due(made)
-    lifecycle.await_siblings(made)
-    lifecycle.join_due(made)
+        lifecycle.move(made, join="due")
+    lifecycle.move(made, join="waiting")
+    lifecycle.move(made, join="due")
     assert not lifecycle.end_waiting_for_siblings(made)
     assert made.lifecycle.join == "none"
 
@@ -68,7 +68,7 @@ def test_a_restored_task_waits_for_its_agents_and_its_timer_is_gone():
     made.agents["a"] = Agent(id="a", task="t", node="n", host="h", pid=1, conn=None)
     lifecycle.restore(made, waits=True)
     assert made.restoring and made.lifecycle.join == "none"
-    lifecycle.agents_returned(made)
+    lifecycle.move(made, agents="present")
     del made.agents["a"]
     lifecycle.restore(made, waits=True)
     assert made.absent

@@ -12,7 +12,7 @@ These combinations do not occur: regrouping of a script that is unknown or chang
 that is not elastic; agents of a task that is absent; slots granted to agents before any slot was. Every other
 combination may occur: a restart of the coordinator, a loss of all agents and the task's end meet a task in any state.
 
-`Lifecycle` is frozen, and only the functions below replace it.
+`Lifecycle` is frozen, and only the functions below replace it: `move`, and those for moves with conditions.
 """
 
 from __future__ import annotations
@@ -58,131 +58,56 @@ _ALLOWED: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
     "join": {"none": ("waiting",), "waiting": ("due", "none"), "due": ("none",)},
 }
-"""The transitions of each part."""
+"""The transitions of each part whose moves depend on its state."""
 
 
-def _move(task: Task, part: str, to: str) -> None:
-    now = getattr(task.lifecycle, part)
-    assert to in _ALLOWED[part].get(now, ()), f"task {task.id!r}: {part} cannot move from {now} to {to}"
-    _set(task, **{part: to})
+def move(task: Task, **to: Any) -> None:
+    """Move parts of a task's lifecycle to other states, e.g. ``agents="present"``.
 
-
-def _set(task: Task, **parts: Any) -> None:
-    task.lifecycle = msgspec.structs.replace(task.lifecycle, **parts)
-
-
-# ---- the script ------------------------------------------------------------------------------------------------------
+    Raises:
+        AssertionError: a part has no such transition.
+    """
+    for part in _ALLOWED.keys() & to.keys():
+        now = getattr(task.lifecycle, part)
+        assert to[part] in _ALLOWED[part].get(now, ()), f"task {task.id!r}: {part} cannot move from {now} to {to[part]}"
+    task.lifecycle = msgspec.structs.replace(task.lifecycle, **to)
 
 
 def found_elastic(task: Task) -> None:
     """A worker has sent its hello."""
     if task.lifecycle.script != "elastic":
-        _move(task, "script", "elastic")
+        move(task, script="elastic")
 
 
 def found_plain(task: Task) -> bool:
     """Workers have used the rendezvous' store. Return whether agents have changed since the last common grant."""
     changed = task.lifecycle.script == "changed"
-    _move(task, "script", "plain")
+    move(task, script="plain")
     return changed
 
 
 def agents_changed(task: Task) -> None:
     """Record a change of the agents for the case that the script is a plain one; no other kind depends on it."""
     if task.lifecycle.script == "unknown":
-        _move(task, "script", "changed")
-
-
-# ---- slots -----------------------------------------------------------------------------------------------------------
-
-
-def grant_slots(task: Task) -> None:
-    """Slots are granted together: the first ones, or those after a regrouping."""
-    _move(task, "slots", "granted")
-
-
-def adopt_slot(task: Task) -> None:
-    """An agent has brought its slot with it."""
-    if task.lifecycle.slots == "none":
-        _move(task, "slots", "granted")
+        move(task, script="changed")
 
 
 def regroup(task: Task) -> None:
     """All agents of a plain script are to stop and wait."""
     assert task.lifecycle.script == "plain", f"task {task.id!r}: {task.lifecycle} cannot regroup"
-    _move(task, "slots", "regrouping")
-
-
-def lose_slots(task: Task) -> None:
-    """The task is paused: all its slots are taken back, and are granted together later."""
-    _move(task, "slots", "none")
-
-
-def begin_pausing(task: Task) -> None:
-    """The plan gives the task no place: its members write a checkpoint first."""
-    assert task.formed, f"task {task.id!r}: {task.lifecycle} has nothing to pause"
-    _set(task, pausing=True)
-
-
-def end_pausing(task: Task) -> None:
-    """The members' slots are taken back, or the plan gives the task places again."""
-    _set(task, pausing=False)
-
-
-# ---- agents ----------------------------------------------------------------------------------------------------------
+    move(task, slots="regrouping")
 
 
 def restore(task: Task, *, waits: bool) -> None:
     """Continue with a stored task whose agents are all disconnected; without agents it ends, unless it ``waits``."""
     agents = "restoring" if task.agents else "absent" if waits else "present"
-    _set(task, agents=agents, join="none" if task.lifecycle.join == "waiting" else task.lifecycle.join)
-
-
-def agents_returned(task: Task) -> None:
-    """All agents of a stored task have reconnected, or the time to do so is over."""
-    _move(task, "agents", "present")
-
-
-def agents_left(task: Task) -> None:
-    """The last agent is gone, and the task waits for agents."""
-    _move(task, "agents", "absent")
-
-
-def stop_waiting(task: Task) -> None:
-    """An agent has registered, or the time to return is over."""
-    _move(task, "agents", "present")
-
-
-def begin_rebuilding(task: Task) -> None:
-    """The task is known from its agents only."""
-    _set(task, rebuilding=True)
-
-
-def end_rebuilding(task: Task) -> None:
-    """All agents of the task had time to register."""
-    _set(task, rebuilding=False)
-
-
-# ---- joins and the end -----------------------------------------------------------------------------------------------
-
-
-def await_siblings(task: Task) -> None:
-    """Candidates wait for their siblings."""
-    _move(task, "join", "waiting")
-
-
-def join_due(task: Task) -> None:
-    """Candidates have waited long enough."""
-    _move(task, "join", "due")
+    join = "none" if task.lifecycle.join == "waiting" else task.lifecycle.join
+    task.lifecycle = msgspec.structs.replace(task.lifecycle, agents=agents, join=join)
 
 
 def end_waiting_for_siblings(task: Task) -> bool:
     """An epoch is published. Return whether candidates were waiting for their siblings."""
     waiting = task.lifecycle.join == "waiting"
-    _set(task, join="none")
+    if task.lifecycle.join != "none":
+        move(task, join="none")
     return waiting
-
-
-def end(task: Task, *, succeeded: bool) -> None:
-    """The task has ended."""
-    _set(task, over=succeeded)

@@ -118,7 +118,7 @@ def comm_error_due(task: Task, turn: Turn) -> None:
 def _join_due(task: Task, _turn: Turn) -> None:
     """Admit candidates now, without siblings that are not ready."""
     if task.lifecycle.join == "waiting":
-        lifecycle.join_due(task)
+        lifecycle.move(task, join="due")
 
 
 def holds_state(worker: Worker) -> bool:
@@ -241,7 +241,8 @@ def save_and_stop(task: Task, turn: Turn, reason: PauseReason) -> None:
     if task.epoch is None or task.rebuilding or not state_holders(task):
         _stop(task, turn)
         return
-    lifecycle.begin_pausing(task)
+    assert task.formed, f"task {task.id!r}: {task.lifecycle} has nothing to pause"
+    lifecycle.move(task, pausing=True)
     turn.save(task)
     turn.emit(task, "task_pauses", epoch=task.number, reason=reason)
     await_pause(task, turn)
@@ -256,7 +257,7 @@ def await_pause(task: Task, turn: Turn) -> None:
 def keep_running(task: Task, turn: Turn) -> None:
     """The plan gives a pausing task places again: it continues, unless its members have been told to save."""
     if task.pausing and task.pause_reason == "plan" and (task.epoch is None or task.epoch.kind != "pause"):
-        lifecycle.end_pausing(task)
+        lifecycle.move(task, pausing=False)
         turn.cancel("pause", task=task.id)
         turn.to_review[task.id] = task
 
@@ -270,7 +271,7 @@ def _pause_due(task: Task, turn: Turn) -> None:
 def _stop(task: Task, turn: Turn) -> None:
     """Stop all workers. Unless it is cancelled, the task later resumes from its newest checkpoint."""
     if task.pausing:
-        lifecycle.end_pausing(task)
+        lifecycle.move(task, pausing=False)
         turn.cancel("pause", task=task.id)
     if task.pause_reason == "cancel":
         finish(task, turn, succeeded=False, reason=f"{CANCELLED}{saved(task)}")
@@ -278,7 +279,7 @@ def _stop(task: Task, turn: Turn) -> None:
     for agent_id in list(task.slots):
         _dismiss(task, turn, agent_id)
     if task.formed:
-        lifecycle.lose_slots(task)
+        lifecycle.move(task, slots="none")
     turn.emit(task, "task_paused", step=task.checkpoint.step if task.checkpoint else None)
     if task.epoch is not None:
         _new_life(task, turn)
@@ -373,7 +374,7 @@ def _admit(task: Task, turn: Turn, away: set[str], room: int) -> None:
     ready = [worker for worker in candidates if task.lifecycle.join == "due" or _siblings_ready(task, worker)]
     if not ready:
         if task.lifecycle.join == "none":
-            lifecycle.await_siblings(task)
+            lifecycle.move(task, join="waiting")
             turn.timer("join", turn.limits.join_grace, task=task.id)
         return
     task.incident = None

@@ -37,7 +37,7 @@ def rebuild_due(task: Task, turn: Turn) -> None:
     if reported and computing and turn.now < task.created_at + turn.limits.recovery_time:
         turn.timer("rebuild", AGAIN_SECONDS, task=task.id)
         return
-    lifecycle.end_rebuilding(task)
+    lifecycle.move(task, rebuilding=False)
     turn.places_changed = True
     turn.save(task)
     if task.over is not None:

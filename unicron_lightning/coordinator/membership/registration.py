@@ -98,7 +98,7 @@ def register(
                 task.target = None
         task.agents[agent.id] = agent
         if task.absent:
-            lifecycle.stop_waiting(task)
+            lifecycle.move(task, agents="present")
             turn.cancel("empty", task=task.id)
     else:
         if not task.restoring and not excused:
@@ -119,7 +119,7 @@ def register(
     elif (created and (message.granted or message.warm)) or _was_running(task, message):
         _has_room(task, turn)
         if not task.rebuilding:
-            lifecycle.begin_rebuilding(task)
+            lifecycle.move(task, rebuilding=True)
             turn.timer("rebuild", turn.limits.restart_grace, task=task.id)
         (_adopt if message.granted else _adopt_warm)(task, turn, agent, message)
     elif task.rebuilding and message.granted and _has_room(task, turn):
@@ -209,7 +209,7 @@ def _has_room(task: Task, turn: Turn) -> bool:
 
 def _review_restoring(task: Task, turn: Turn) -> None:
     if task.restoring and all(agent.conn is not None for agent in task.agents.values()):
-        lifecycle.agents_returned(task)
+        lifecycle.move(task, agents="present")
         turn.cancel("restore", task=task.id)
 
 
@@ -227,7 +227,7 @@ def lost_due(task: Task, turn: Turn, agent: Agent) -> None:
         return
     _declare_lost(task, turn, agent)
     if not task.agents and not task.finishing and task.over is None and not is_job(task, turn):
-        lifecycle.agents_left(task)
+        lifecycle.move(task, agents="absent")
         turn.timer("empty", turn.limits.restart_grace, task=task.id)
 
 
@@ -235,7 +235,7 @@ def restore_due(task: Task, turn: Turn) -> None:
     """Declare absent agents of a restored task lost: their time to return is over."""
     if not task.restoring:
         return
-    lifecycle.agents_returned(task)
+    lifecycle.move(task, agents="present")
     for agent in [agent for agent in task.agents.values() if agent.conn is None]:
         _declare_lost(task, turn, agent)
     turn.save(task)
@@ -244,7 +244,7 @@ def restore_due(task: Task, turn: Turn) -> None:
 def _empty_due(task: Task, _turn: Turn) -> None:
     """Stop waiting for lost agents."""
     if task.absent:
-        lifecycle.stop_waiting(task)
+        lifecycle.move(task, agents="present")
 
 
 def ended(task: Task, turn: Turn, agents: Sequence[Agent]) -> None:
@@ -343,7 +343,7 @@ def _remove(task: Task, turn: Turn, agent: Agent) -> None:
     slots.leave_slot(task, agent)
     del task.agents[agent.id]
     if not task.agents and not task.finishing and task.over is None and is_job(task, turn):
-        lifecycle.agents_left(task)  # queued again; `daemons` ends it if torchrun has failed
+        lifecycle.move(task, agents="absent")  # queued again; `daemons` ends it if torchrun has failed
 
 
 def _take_new(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
@@ -370,7 +370,8 @@ def _adopt(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None
     if agent.place is not None and turn.lasting.assigned.get(agent.place) != task.id:
         turn.lasting.assigned[agent.place] = task.id
         turn.save_lasting()
-    lifecycle.adopt_slot(task)
+    if not task.formed:
+        lifecycle.move(task, slots="granted")
     task.number = max(task.number, message.epoch)
     _reconcile_workers(task, turn, agent, message)
 

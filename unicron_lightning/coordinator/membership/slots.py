@@ -184,7 +184,7 @@ def _review_grants(task: Task, turn: Turn) -> None:
         return
     if not task.formed:
         if len(queue) >= task.min_nodes:
-            lifecycle.grant_slots(task)
+            lifecycle.move(task, slots="granted")
             _grant(task, turn, queue[: task.limit])
         return
     if not task.regrouping:
@@ -197,7 +197,7 @@ def _review_grants(task: Task, turn: Turn) -> None:
             return
         start_regroup(task, turn, "a node joins")
     if len(task.queue()) == len(task.agents) and len(queue) >= task.min_nodes:
-        lifecycle.grant_slots(task)
+        lifecycle.move(task, slots="granted")
         _grant(task, turn, queue[: task.limit])
         task.incident = None
 

@@ -125,7 +125,7 @@ def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str, interrupted:
         reason: for its user.
         interrupted: whether its user ended it, in another way than by `CANCELLED`.
     """
-    lifecycle.end(task, succeeded=succeeded)
+    lifecycle.move(task, over=succeeded)
     cancelled = interrupted or reason.startswith(CANCELLED)
     ended(task, turn, state="cancelled" if cancelled else "succeeded" if succeeded else "failed", reason=reason)
     for agent in task.agents.values():
