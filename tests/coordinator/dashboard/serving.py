@@ -16,7 +16,6 @@ from unicron_lightning.coordinator.access.guard import Guard
 from unicron_lightning.coordinator.api.dashboard import Dashboard
 from unicron_lightning.coordinator.api.routes import Api
 from unicron_lightning.coordinator.dashboard.visitors import Visitors
-from unicron_lightning.coordinator.metrics.meters import Meters
 from unicron_lightning.coordinator.storage.store import Store
 from unicron_lightning.credentials import Token
 
@@ -61,7 +60,7 @@ async def serving(world: World, folder: Path) -> AsyncIterator[FakeShell]:
     shell = FakeShell(world, Store(folder))
     guard = Guard(Token(secret="s" * 32, origin="a test"), "127.0.0.1", visitors=shell.visitors)
     app = Api(shell, guard).app()  # type: ignore[arg-type]
-    dashboard = Dashboard(lambda: world.machine, Meters(), shell.about, shell.visitors, secure=False)
+    dashboard = Dashboard(shell, shell.visitors, secure=False)  # type: ignore[arg-type]
     dashboard.add_routes(app)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()

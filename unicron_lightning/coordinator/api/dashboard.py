@@ -9,15 +9,15 @@ import asyncio
 import importlib.resources
 import json
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
 from unicron_lightning.coordinator.dashboard.board import Board, entries
 from unicron_lightning.coordinator.dashboard.visitors import CODE_SECONDS, LOGIN, PAGES, SESSION_SECONDS, Visitors
-from unicron_lightning.coordinator.machine import Machine
-from unicron_lightning.coordinator.metrics.meters import Meters
+
+if TYPE_CHECKING:
+    from unicron_lightning.coordinator.server.server import Server
 
 LOOK_SECONDS: Final = 0.3
 KEEP_ALIVE_SECONDS: Final = 15.0
@@ -39,25 +39,13 @@ class Dashboard:
     """The page of one server.
 
     Args:
-        machine: returns the machine.
-        meters: counts, for goodput.
-        about: describes the coordinator's process.
+        shell: the server.
         visitors: the browsers' sessions.
         secure: whether links are encrypted.
     """
 
-    def __init__(
-        self,
-        machine: Callable[[], Machine],
-        meters: Meters,
-        about: Callable[[], dict[str, Any]],
-        visitors: Visitors,
-        *,
-        secure: bool,
-    ) -> None:
-        self._machine = machine
-        self._meters = meters
-        self._about = about
+    def __init__(self, shell: Server, visitors: Visitors, *, secure: bool) -> None:
+        self._shell = shell
         self._visitors = visitors
         self._secure = secure
         self._board = Board()
@@ -153,6 +141,6 @@ class Dashboard:
             self._look()
 
     def _look(self) -> None:
-        if self._board.update(entries(self._machine(), self._meters.tasks, self._about())):
+        if self._board.update(entries(self._shell.machine, self._shell.goodput, self._shell.about())):
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()

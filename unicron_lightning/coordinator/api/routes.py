@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from aiohttp import web
@@ -27,12 +27,15 @@ from unicron_lightning.coordinator.membership.memory import known, least_copies
 from unicron_lightning.coordinator.orders import injection, jobs, relayout
 from unicron_lightning.coordinator.state import Cluster, Task
 from unicron_lightning.coordinator.storage.event_log import PAGE_BYTES
-from unicron_lightning.coordinator.storage.store import LoggedEvent, Store
+from unicron_lightning.coordinator.storage.store import LoggedEvent
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.arrivals import draw
 from unicron_lightning.faults.language import parse, text
 from unicron_lightning.jobs import MOST_TOGETHER, Job, problem
 from unicron_lightning.wire.fields import shortened
+
+if TYPE_CHECKING:
+    from unicron_lightning.coordinator.server.server import Server
 
 _MOST_INCIDENTS: Final = 100_000
 _MOST_EVENTS: Final = 10_000
@@ -67,35 +70,6 @@ def _plain(word: str) -> str:
     return word if len(word) <= 20 and word.isprintable() else shortened(word)
 
 
-class Shell(Protocol):
-    """The part of the server that the routes use."""
-
-    machine: Machine
-    store: Store
-    started_at: float
-
-    @property
-    def store_error(self) -> str | None:
-        """Reason why some state is not written; None if all is."""
-        ...
-
-    def now(self) -> float:
-        """Return the machine's time."""
-        ...
-
-    def order(self, event: ev.Input) -> str | None:
-        """Have the machine process an operator's order; return None once it is durable, else the reason it is not."""
-        ...
-
-    def about(self) -> dict[str, Any]:
-        """Describe the process: pid, version, address."""
-        ...
-
-    def goodput(self, task: str) -> float | None:
-        """Return the productive share of a task's time; None if unknown."""
-        ...
-
-
 def _drains(machine: Machine) -> dict[str, Any]:
     return {"drained": machine.drained, "staying": staying(machine.cluster)}
 
@@ -116,7 +90,7 @@ class Api:
         guard: admits requests.
     """
 
-    def __init__(self, shell: Shell, guard: Guard) -> None:
+    def __init__(self, shell: Server, guard: Guard) -> None:
         self._shell = shell
         self.guard = guard
 

@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from unicron_lightning.coordinator.api.reasons import staying, why_waiting
 from unicron_lightning.coordinator.api.status import agent_standing, node_standings, state_of_task
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.metrics.exposition import waf_of
-from unicron_lightning.coordinator.metrics.meters import TaskCounts, usual_seconds
+from unicron_lightning.coordinator.metrics.meters import usual_seconds
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 
 _MOST_LOST_RANKS = 16
 
 
-def entries(machine: Machine, counts: Mapping[str, TaskCounts], about: Mapping[str, Any]) -> dict[str, Any]:
+def entries(machine: Machine, goodput: Callable[[str], float | None], about: Mapping[str, Any]) -> dict[str, Any]:
     """Return all entries by key: ``task/NAME``, ``node/NAME``, and ``cluster``.
 
     Args:
         machine: the coordinator's machine.
-        counts: counts of tasks, for goodput.
+        goodput: returns the productive share of a task's time; None if unknown.
         about: description of the coordinator's process.
     """
     cluster = machine.cluster
-    found: dict[str, Any] = {f"task/{t.id}": _task(cluster, t, counts.get(t.id)) for t in cluster.tasks.values()}
+    found: dict[str, Any] = {f"task/{t.id}": _task(cluster, t, goodput(t.id)) for t in cluster.tasks.values()}
     stay = staying(cluster)
     for label, node in _nodes(cluster).items():
         node["why"] = stay.get(label) or cluster.lasting.cordoned.get(label)
@@ -43,9 +43,9 @@ def entries(machine: Machine, counts: Mapping[str, TaskCounts], about: Mapping[s
     return found
 
 
-def _task(cluster: Cluster, task: Task, counts: TaskCounts | None) -> dict[str, Any]:
+def _task(cluster: Cluster, task: Task, goodput: float | None) -> dict[str, Any]:
     newest, failed = task.foremost, task.severity.newest
-    seconds, goodput = usual_seconds(task), None if counts is None else counts.time.goodput
+    seconds = usual_seconds(task)
     lost = [rank for rank, member in enumerate(task.members()) if member.worker not in task.workers]
     return {
         "state": state_of_task(task, cluster.lasting.assigned.values()),

@@ -132,9 +132,7 @@ class Server:
         own = config.coordinator
         self._hook = Hook(own.hook, own.hook_events, own.hook_seconds)
         self._scrape = Scrape(lambda: self.machine, self.now, self._process)
-        self._dashboard = Dashboard(
-            lambda: self.machine, self._scrape.meters, self.about, self._guard.visitors, secure=certificate is not None
-        )
+        self._dashboard = Dashboard(self, self._guard.visitors, secure=certificate is not None)
         self._saving = Saving(self.store, lambda: self.machine, self._send_held, self._scrape.wrote)
 
     async def run(self) -> bool:
