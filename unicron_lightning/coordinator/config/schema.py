@@ -7,17 +7,13 @@ Not frozen: Hydra cannot override values of a frozen schema.
 from __future__ import annotations
 
 import math
+import operator
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from unicron_lightning.coordinator.config.health import (
-    HealthConfig,
-    check_above_one,
-    check_not_negative,
-    check_positive,
-)
 from unicron_lightning.coordinator.events import Limits
+from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.detection.health import HealthLimits
 from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.detection.silence import SilenceLimits
@@ -27,6 +23,14 @@ from unicron_lightning.tls import AUTO
 from unicron_lightning.wire import WatchLimits
 
 _EVENT: Final = re.compile(r"[a-z_]+(\.[a-z_]+)*")
+
+
+def _check(group: str, sign: Literal[">", ">="], bound: int, **values: float) -> None:
+    """Require each value to be finite and above the bound, or at least the bound; the error quotes key and value."""
+    holds = operator.gt if sign == ">" else operator.ge
+    for name, value in values.items():
+        if not (math.isfinite(value) and holds(value, bound)):
+            raise ConfigError(f"{group}.{name}={value}: expected a number {sign} {bound}")
 
 
 @dataclass(kw_only=True)
@@ -81,8 +85,8 @@ class ProcessConfig:
             raise ConfigError(f"coordinator.hook={self.hook}: expected a program and its arguments")
         if not all(_EVENT.fullmatch(name) for name in self.hook_events):
             raise ConfigError(f"coordinator.hook_events={self.hook_events}: expected names such as task_over")
-        check_positive("coordinator", max_message_bytes=self.max_message_bytes, hook_seconds=self.hook_seconds)
-        check_not_negative("coordinator", idle_linger=self.idle_linger, startup_linger=self.startup_linger)
+        _check("coordinator", ">", 0, max_message_bytes=self.max_message_bytes, hook_seconds=self.hook_seconds)
+        _check("coordinator", ">=", 0, idle_linger=self.idle_linger, startup_linger=self.startup_linger)
 
 
 @dataclass(kw_only=True)
@@ -130,9 +134,9 @@ class PlannerConfig:
     """Standard errors by which plans take each task's throughput to be less than measured or assumed; 0: as it is."""
 
     def __post_init__(self) -> None:
-        check_positive("planner", node_mtbf_hours=self.node_mtbf_hours, worker_mtbf_hours=self.worker_mtbf_hours)
-        check_positive("planner", shrink_seconds=self.shrink_seconds, grow_seconds=self.grow_seconds)
-        check_positive("planner", restart_seconds=self.restart_seconds, cold_seconds=self.cold_seconds)
+        _check("planner", ">", 0, node_mtbf_hours=self.node_mtbf_hours, worker_mtbf_hours=self.worker_mtbf_hours)
+        _check("planner", ">", 0, shrink_seconds=self.shrink_seconds, grow_seconds=self.grow_seconds)
+        _check("planner", ">", 0, restart_seconds=self.restart_seconds, cold_seconds=self.cold_seconds)
         if not (math.isfinite(self.caution) and self.caution >= 0):
             raise ConfigError(f"planner.caution={self.caution}: expected standard errors, 0 or more")
 
@@ -209,9 +213,9 @@ class DetectionConfig:
     def __post_init__(self) -> None:
         values = vars(self)
         others = [name for name in values if name not in (*_ABOVE_ONE, *_MAY_BE_ZERO)]
-        check_positive("detection", **{name: values[name] for name in others})
-        check_above_one("detection", **{name: values[name] for name in _ABOVE_ONE})
-        check_not_negative("detection", **{name: values[name] for name in _MAY_BE_ZERO})
+        _check("detection", ">", 0, **{name: values[name] for name in others})
+        _check("detection", ">", 1, **{name: values[name] for name in _ABOVE_ONE})
+        _check("detection", ">=", 0, **{name: values[name] for name in _MAY_BE_ZERO})
 
     def watch(self) -> WatchLimits:
         """Return the limits that workers use."""
@@ -253,7 +257,44 @@ class SeverityConfig:
     """Time that a task may hold below its minimum of nodes, after which it is stopped."""
 
     def __post_init__(self) -> None:
-        check_positive("severity", **vars(self))
+        _check("severity", ">", 0, **vars(self))
+
+
+@dataclass(kw_only=True)
+class PatternConfig:
+    """One of ``health.patterns``."""
+
+    pattern: str = ""
+    """A regular expression of Python, searched in ``TYPE: message`` of an exception."""
+    kind: str = ""
+    """One of the kinds of errors, which has a severity: docs/detection.md."""
+
+
+@dataclass(kw_only=True)
+class HealthConfig(HealthLimits):
+    """Group ``health``: kinds of errors, and limits of a healthy node. See docs/detection.md."""
+
+    patterns: list[PatternConfig] = field(default_factory=list)
+    """Patterns of errors and their kinds, consulted before the built-in table."""
+    nan_loss: str = "tell"
+    """Reaction to a loss that is NaN or infinite: ``tell`` (log an error), or ``stop`` the task."""
+    flapping_cuts: int = 3
+    """Number of broken and renewed connections of an agent within the window at which its link is flapping."""
+    flapping_window: float = 300.0
+    """Window of `flapping_cuts`, in seconds."""
+
+    def __post_init__(self) -> None:
+        for row in self.patterns:
+            if row.kind not in SEVERITY or not row.pattern:
+                raise ConfigError(
+                    f"health.patterns: {row.pattern!r} of kind {row.kind!r}: expected a pattern and "
+                    f"one of {', '.join(SEVERITY)}"
+                )
+            Pattern(pattern=row.pattern, kind=row.kind)
+        _check("health", ">=", 0, **{each.name: getattr(self, each.name) for each in fields(HealthLimits)})
+        _check("health", ">", 0, flapping_cuts=self.flapping_cuts, flapping_window=self.flapping_window)
+        if self.nan_loss not in ("tell", "stop"):
+            raise ConfigError(f"health.nan_loss={self.nan_loss}: expected tell or stop")
 
 
 @dataclass(kw_only=True)
@@ -266,7 +307,7 @@ class StoreConfig:
     """Number of newest events that are kept in the log; older ones are deleted."""
 
     def __post_init__(self) -> None:
-        check_positive("store", events_kept=self.events_kept)
+        _check("store", ">", 0, events_kept=self.events_kept)
 
 
 @dataclass(kw_only=True)
