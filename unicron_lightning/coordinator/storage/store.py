@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypedDict
 
 import msgspec
+from typing_extensions import override
 
 from unicron_lightning.coordinator import state
 from unicron_lightning.coordinator.storage.database import StoreUnusable, open_database
@@ -64,16 +65,33 @@ class StoredState:
 
     def load(self) -> state.Cluster:
         """Load the tasks as last written, without those that cannot be read."""
-        cluster = state.Cluster()
-        for (blob,) in self._db.execute("SELECT state FROM tasks ORDER BY rowid").fetchall():
-            with contextlib.suppress(*_UNREADABLE):
-                task = state.decode_task(blob)
-                cluster.tasks[task.id] = task
+        names = [row[0] for row in self._db.execute("SELECT id FROM tasks ORDER BY rowid").fetchall()]
+        tasks = [task for name in names if (task := self.task(name)) is not None]
         row = self._db.execute("SELECT state FROM lasting").fetchone()
+        lasting = state.Lasting()
         if row is not None:
-            with contextlib.suppress(*_UNREADABLE):
-                cluster.lasting = state.decode_lasting(row[0])
-        return cluster
+            try:
+                lasting = state.decode_lasting(row[0])
+            except _UNREADABLE as error:
+                self._leave_out("lasting", None, row[0], str(error))
+        return state.Cluster(tasks={task.id: task for task in tasks}, lasting=lasting)
+
+    def task(self, task_id: str) -> state.Task | None:
+        """Load a task as last written; None if it does not exist or is unreadable."""
+        row = self._db.execute("SELECT state FROM tasks WHERE id = ?", (task_id,)).fetchone()
+        if row is None:
+            return None
+        try:
+            task = state.decode_task(row[0])
+            if task.id != task_id:
+                raise ValueError(f"expected task {task_id!r}, got {task.id!r}")
+        except _UNREADABLE as error:
+            self._leave_out("tasks", task_id, row[0], str(error))
+            return None
+        return task
+
+    def _leave_out(self, table: str, task_id: str | None, blob: bytes, reason: str) -> None:
+        """Handle an unreadable row: a database that is only read is left as it is."""
 
     def events(
         self,
@@ -134,40 +152,15 @@ class Store(StoredState):
             self._db.execute(f"DELETE FROM events WHERE seq <= {newest} - ?", (events_kept,))
         self._log = EventLog(self._db, events_kept)
 
-    def load(self) -> state.Cluster:
-        """Load the tasks as last written, and set unreadable ones aside."""
-        names = [row[0] for row in self._db.execute("SELECT id FROM tasks ORDER BY rowid").fetchall()]
-        tasks = [task for name in names if (task := self.task(name)) is not None]
-        row = self._db.execute("SELECT state FROM lasting").fetchone()
-        lasting = state.Lasting()
-        if row is not None:
-            try:
-                lasting = state.decode_lasting(row[0])
-            except _UNREADABLE as error:
-                self._move("lasting", None, row[0], str(error))
-        return state.Cluster(tasks={task.id: task for task in tasks}, lasting=lasting)
-
-    def task(self, task_id: str) -> state.Task | None:
-        """Load a task as last written; None if it does not exist or is unreadable, in which case it is set aside."""
-        row = self._db.execute("SELECT state FROM tasks WHERE id = ?", (task_id,)).fetchone()
-        if row is None:
-            return None
-        try:
-            task = state.decode_task(row[0])
-            if task.id != task_id:
-                raise ValueError(f"expected task {task_id!r}, got {task.id!r}")
-        except _UNREADABLE as error:
-            self._move("tasks", task_id, row[0], str(error))
-            return None
-        return task
-
     def set_aside(self, task_id: str, reason: str) -> None:
         """Move a stored task to the table ``unreadable``, where it is kept for inspection and not loaded again."""
         row = self._db.execute("SELECT state FROM tasks WHERE id = ?", (task_id,)).fetchone()
         if row is not None:
-            self._move("tasks", task_id, row[0], reason)
+            self._leave_out("tasks", task_id, row[0], reason)
 
-    def _move(self, table: str, task_id: str | None, blob: bytes, reason: str) -> None:
+    @override
+    def _leave_out(self, table: str, task_id: str | None, blob: bytes, reason: str) -> None:
+        """Set an unreadable row aside."""
         logger.error("state_unreadable table=%s task=%s error=%s", table, task_id, reason)
         self._db.execute("BEGIN IMMEDIATE")
         self._db.execute("INSERT INTO unreadable VALUES (?, ?, ?, ?)", (task_id or table, time.time(), reason, blob))
