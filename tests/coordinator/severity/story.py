@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.coordinator.severity.errors import REPORTED_ONLY
 from unicron_lightning.coordinator.severity.record import Failure, SeverityRecord
-from unicron_lightning.coordinator.severity.rules import Decision, FailureContext
+from unicron_lightning.coordinator.severity.rules import Case, Decision, FailureContext
 from unicron_lightning.coordinator.severity.workflow import (
     Error,
-    Named,
-    NewLife,
-    Seen,
-    Settled,
-    StepsFinished,
-    handle,
+    named,
+    new_life,
+    occurred,
+    overdue,
+    progressed,
+    settled,
 )
 
 NODES = ("a", "b", "c")
@@ -33,7 +35,7 @@ class Story:
         self.all: list[Decision] = []
         self.settle(0)
 
-    def see(self, seen: Seen, *, gone: str = "") -> list[Decision]:
+    def case(self, gone: str = "") -> Case:
         view = FailureContext(
             members=tuple((node, node) for node in self.nodes),
             spared=self.spared,
@@ -41,9 +43,29 @@ class Story:
             running=frozenset(self.nodes) - set(gone),
             trial=self.trial,
         )
-        decisions = handle(self.record, seen, self.limits, view, self.now)
+        return Case(record=self.record, limits=self.limits, view=view, now=self.now)
+
+    def decided(self, decisions: list[Decision]) -> list[Decision]:
         self.all += decisions
         return decisions
+
+    def see(self, error: Error, *, gone: str = "") -> list[Decision]:
+        return self.decided(occurred(self.case(gone), error))
+
+    def named(self, agent: str) -> None:
+        named(self.record, agent)
+
+    def finished(self, step: int) -> None:
+        progressed(self.record, step, self.limits)
+
+    def settled(self, step: int, members: Mapping[str, str], gone: str = "") -> list[Decision]:
+        return self.decided(settled(self.case(gone), step, members))
+
+    def new_life(self) -> list[Decision]:
+        return self.decided(new_life(self.case()))
+
+    def overdue(self, *agents: str) -> list[Decision]:
+        return self.decided(overdue(self.case(), [(agent, agent) for agent in agents]))
 
     def settle(self, step: int, without: str = "", *, gone: str = "") -> list[Decision]:
         """Begin an epoch with all other agents as members, after a while; those that were not members have new
@@ -54,7 +76,7 @@ class Story:
         kept = {worker: member.node for worker, member in self.record.joined.items()}
         names = {worker: node for worker, node in kept.items() if node not in without}
         names |= {worker: node for worker, node in members.items() if node not in names.values()}
-        return self.see(Settled(step=step, members=names), gone=gone)
+        return self.settled(step, names, gone)
 
     def fail(
         self,
@@ -150,7 +172,7 @@ def connection_fails() -> Story:
 def connection_fails_again() -> Story:
     story = Story()
     for _ in range(4):
-        story.see(Named(agent="b"))
+        story.named("b")
         story.disconnect()
     return story
 
@@ -202,8 +224,8 @@ def needed_node_is_broken() -> Story:
 
 def no_way_into_a_layout() -> Story:
     story = Story()
-    story.see(StepsFinished(step=7))
-    story.see(NewLife())
+    story.finished(7)
+    story.new_life()
     story.trial = True
     story.settle(0)
     for _ in range(2):
@@ -214,9 +236,9 @@ def no_way_into_a_layout() -> Story:
 def no_way_past_a_step() -> Story:
     story = Story()
     for number in range(5):
-        story.see(StepsFinished(step=7))
+        story.finished(7)
         story.fail(NODES[number % 3])
-        story.see(NewLife())
+        story.new_life()
         story.settle(0)
     return story
 
@@ -230,28 +252,28 @@ def a_value_is_wrong() -> Story:
 def the_program_fails() -> Story:
     story = Story()
     for _ in range(2):
-        story.see(StepsFinished(step=7))
+        story.finished(7)
         for node in NODES:
             story.fail(node, "other_software_error", fault="KeyError in train.py:3 step")
-        story.see(NewLife())
+        story.new_life()
         story.settle(0)
     return story
 
 
 def no_way_past_a_checkpoint() -> Story:
     story = Story()
-    story.see(StepsFinished(step=150))
+    story.finished(150)
     for number in range(10):
         story.fail(NODES[number % 3])
-        story.see(NewLife())
+        story.new_life()
         story.settle(100)
-        story.see(StepsFinished(step=110 + number))
+        story.finished(110 + number)
     return story
 
 
 def no_way_to_start() -> Story:
     story = Story()
-    story.see(NewLife())
+    story.new_life()
     for _ in range(5):
         for node in NODES:
             story.start_fails(node, training=False)

@@ -13,7 +13,6 @@ from coordinator.severity.test_reports import events, exits, report
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.severity.reports import fault_of
-from unicron_lightning.coordinator.severity.workflow import NewLife, StepsFinished
 
 FRAMES = ["/srv/u/train.py:9 <module>", "/srv/u/train.py:3 step", "/x/site-packages/torch/nn/linear.py:125 forward"]
 
@@ -45,21 +44,21 @@ def test_a_report_without_a_traceback_is_none(details: dict[str, Any]):
 
 def live(story: Story, faults: list[str], step: int = 7) -> None:
     """Live a life that ends by these faults, one of each node."""
-    story.see(StepsFinished(step=step))
+    story.finished(step)
     for node, fault in zip(NODES, faults, strict=True):
         story.fail(node, "other_software_error", fault=fault)
-    story.see(NewLife())
+    story.new_life()
     story.settle(0)
 
 
 def test_members_that_fail_alike_one_after_the_other_are_one_try():
     story = Story()
-    story.see(StepsFinished(step=7))
+    story.finished(7)
     for number, node in enumerate(NODES):
         story.fail(node, "other_software_error", fault="f")
         if number < 2:
             story.settle(7, without="".join(NODES[: number + 1]))
-    story.see(NewLife())
+    story.new_life()
     assert "stop" not in story.actions()
     story.settle(0)
     live(story, ["f", "f", "f"])
@@ -71,14 +70,14 @@ def test_other_faults_and_progress_in_between_are_no_repetition():
     live(story, ["f", "f", "f"])
     live(story, ["g", "", ""])
     assert "stop" not in story.actions()
-    story.see(StepsFinished(step=8))
+    story.finished(8)
     live(story, ["f", "f", "f"], step=8)
     assert "stop" not in story.actions()
 
 
 def test_one_agents_rounds_before_anybody_trains_are_tries_of_it_alone():
     story = Story()
-    story.see(NewLife())
+    story.new_life()
     for node in NODES:
         story.start_fails(node, "other_software_error", training=False, fault="f")
     assert "stop" not in story.actions()
@@ -88,7 +87,7 @@ def test_one_agents_rounds_before_anybody_trains_are_tries_of_it_alone():
 
 def test_a_joiners_wrong_setting_may_be_its_nodes_and_stops_nobody():
     story = Story()
-    story.see(StepsFinished(step=7))
+    story.finished(7)
     story.start_fails("b", "config_error", training=True)
     assert "stop" not in story.actions()
     story.start_fails("b", "config_error", training=False)
@@ -97,7 +96,7 @@ def test_a_joiners_wrong_setting_may_be_its_nodes_and_stops_nobody():
 
 def test_in_a_layout_on_trial_a_wrong_setting_is_the_layouts():
     story = Story()
-    story.see(NewLife())
+    story.new_life()
     story.trial = True
     for _ in range(2):
         story.start_fails("b", "config_error", training=False)
@@ -175,7 +174,7 @@ def recur(
         about: further facts about it.
     """
     for (step, join), node in zip(failures, cycle(nodes), strict=False):
-        story.see(StepsFinished(step=step))
+        story.finished(step)
         given = {"cause": f"no batch at {step}", **about}
         story.fail(node, "other_software_error", place=place, step=step, **given)
         story.settle(step, without=node)
@@ -209,7 +208,7 @@ def test_an_exception_at_multiples_of_a_number_of_steps_ends_the_task(
 def test_an_exception_after_as_many_steps_of_each_worker_ends_the_task() -> None:
     story, joined = Story(nodes="a"), 0
     for away in (3, 9, 4, 5):
-        story.see(StepsFinished(step=joined + 50))
+        story.finished(joined + 50)
         story.fail("a", "other_software_error", place="x.py:3", step=joined + 50)
         story.settle(joined + 50, without="a")
         assert "stop" not in story.actions() or away == 5

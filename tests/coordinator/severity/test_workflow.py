@@ -11,11 +11,6 @@ from unicron_lightning.coordinator.severity.record import Failure
 from unicron_lightning.coordinator.severity.rules import Decision, FailureContext
 from unicron_lightning.coordinator.severity.workflow import (
     Error,
-    Named,
-    NewLife,
-    Overdue,
-    Settled,
-    StepsFinished,
     suspect,
 )
 
@@ -27,7 +22,7 @@ def test_a_step_finished_in_between_starts_the_count_of_reattempts_afresh() -> N
     for step in range(1, 20):
         story.disconnect()
         story.settle(step - 1)
-        story.see(StepsFinished(step=step))
+        story.finished(step)
     assert set(story.actions()) == {"reattempt"}
 
 
@@ -52,7 +47,7 @@ def test_the_suspect_is_restarted_and_the_count_begins_anew() -> None:
 def test_the_suspect_is_named_most_often_or_else_the_last(named: str, blamed: str) -> None:
     story = Story()
     for agent in named:
-        story.see(Named(agent=agent))
+        story.named(agent)
     found = suspect(story.record, FailureContext(members=tuple((node, node) for node in NODES)))
     assert found is not None
     assert found[0] == blamed
@@ -68,7 +63,7 @@ def test_without_a_suspect_sev3_is_tried_in_place_again() -> None:
 def test_the_same_suspect_again_and_again_is_cordoned() -> None:
     story = Story()
     for _ in range(16):
-        story.see(Named(agent="b"))
+        story.named("b")
         story.disconnect()
     assert story.actions().count("restart") == 3
     assert story.all[-1].action == "cordon"
@@ -92,7 +87,7 @@ def test_a_worker_that_lasts_ends_its_nodes_series() -> None:
         step = 10 * number
         story.settle(step)
         if number % 4 == 3:
-            story.see(StepsFinished(step=step + 5))
+            story.finished(step + 5)
         story.fail_and_return("b", story.record.step)
     assert set(story.actions()) == {"restart"}
 
@@ -100,15 +95,15 @@ def test_a_worker_that_lasts_ends_its_nodes_series() -> None:
 def test_a_sibling_that_trains_on_does_not_excuse_the_accelerator_beside_it() -> None:
     """Two agents share node b: one fails whenever it has joined, the other one was present before and stays."""
     story = Story()
-    story.see(Settled(step=0, members={"a": "a", "b0": "b", "b1": "b"}))
+    story.settled(0, {"a": "a", "b0": "b", "b1": "b"})
     step = 0
     for number in range(5):
         failure = Failure(kind="exited_abnormally", node="b", agent="b1", worker="b1", cause="exit 1", at=story.now)
         story.see(Error(failure=failure, round=number))
-        story.see(Settled(step=step, members={"a": "a", "b0": "b"}))
+        story.settled(step, {"a": "a", "b0": "b"})
         step += 10
-        story.see(StepsFinished(step=step))
-        story.see(Settled(step=step, members={"a": "a", "b0": "b", "b1": "b"}))
+        story.finished(step)
+        story.settled(step, {"a": "a", "b0": "b", "b1": "b"})
     assert "cordon" in story.actions()
 
 
@@ -122,10 +117,10 @@ def test_failures_long_ago_do_not_cordon() -> None:
 
 def test_a_node_that_never_gets_a_worker_ready_is_cordoned() -> None:
     story = Story()
-    story.see(Settled(step=0, members={"a": "a", "c": "c"}))
+    story.settled(0, {"a": "a", "c": "c"})
     for number in range(4):
         story.start_fails("b", training=True)
-        story.see(StepsFinished(step=10 * number))
+        story.finished(10 * number)
     assert story.actions() == [*["restart"] * 3, "cordon"]
 
 
@@ -133,7 +128,7 @@ def test_workers_killed_by_others_before_they_are_members_say_nothing_of_the_nod
     story = Story()
     for number in range(20):
         story.start_fails("b", training=True, sent=True)
-        story.see(StepsFinished(step=10 * number))
+        story.finished(10 * number)
     assert "cordon" not in story.actions()
 
 
@@ -172,7 +167,7 @@ def test_where_the_node_to_blame_is_needed_the_task_is_stopped_with_its_name() -
 
 def test_members_that_do_not_report_in_time_are_restarted() -> None:
     story = Story()
-    decisions = story.see(Overdue(agents=(("b", "b"), ("c", "c"))))
+    decisions = story.overdue("b", "c")
     assert [(d.action, d.error.agent, d.error.kind) for d in decisions if d.error] == [
         ("restart", "b", "recovery_stuck"),
         ("restart", "c", "recovery_stuck"),
@@ -182,7 +177,7 @@ def test_members_that_do_not_report_in_time_are_restarted() -> None:
 def test_a_task_that_is_stuck_again_and_again_is_stopped() -> None:
     story = Story(spared="")
     for _ in range(5):
-        story.see(Overdue(agents=(("a", "a"), ("b", "b"))))
+        story.overdue("a", "b")
         story.settle(0)
     assert story.all[-1].rule == "no way past a step"
 
@@ -206,20 +201,20 @@ def test_one_step_of_progress_starts_the_count_afresh() -> None:
     for step in range(1, 30):
         for _ in range(4):
             story.fail("a")
-            story.see(NewLife())
+            story.new_life()
             story.settle(step - 1)
-        story.see(StepsFinished(step=step))
+        story.finished(step)
     assert "stop" not in story.actions()
 
 
 def test_failures_on_the_way_back_from_a_checkpoint_are_not_at_the_same_step() -> None:
     story = Story()
-    story.see(StepsFinished(step=100))
+    story.finished(100)
     story.fail("a")
-    story.see(NewLife())
+    story.new_life()
     for step in range(51, 80):
         story.settle(step - 1)
-        story.see(StepsFinished(step=step))
+        story.finished(step)
         story.fail("b")
     story.settle(80)
     assert "stop" not in story.actions()
@@ -229,7 +224,7 @@ def test_lost_agents_are_no_crash_loop() -> None:
     story = Story(spared="")
     for _ in range(20):
         story.fail("a", "lost_connection", gone="a")
-        story.see(NewLife())
+        story.new_life()
         story.settle(0)
     assert "stop" not in story.actions()
 
@@ -262,7 +257,7 @@ def strike(story: Story, what: str, node: str) -> list[Decision]:
         case "start":
             decisions = story.start_fails(node, training=True)
         case "overdue":
-            decisions = story.see(Overdue(agents=((node, node),)))
+            decisions = story.overdue(node)
         case "broken":
             decisions = story.broken(node)
         case _:
@@ -279,7 +274,7 @@ def test_nodes_that_are_needed_are_never_cordoned_and_every_error_is_answered(hi
         assert decisions, "an error without an answer"
         assert all(d.error.node in spared for d in decisions if d.action == "cordon" and d.error is not None)
         if progress:
-            story.see(StepsFinished(step=story.record.step + 1))
+            story.finished(story.record.step + 1)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -288,7 +283,7 @@ def test_a_task_with_a_step_between_any_two_errors_is_never_stopped(history) -> 
     story = Story()
     for what, node in history:
         strike(story, what, node)
-        story.see(StepsFinished(step=story.record.step + 1))
+        story.finished(story.record.step + 1)
     assert "stop" not in story.actions()
     assert "escalate" not in story.actions()
 

@@ -17,19 +17,11 @@ from unicron_lightning.coordinator.connectivity import partition
 from unicron_lightning.coordinator.incidents.facts import FIRST_STEPS
 from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.part import Part, on
+from unicron_lightning.coordinator.severity import workflow
 from unicron_lightning.coordinator.severity.errors import known, was_sent
 from unicron_lightning.coordinator.severity.record import Awaited, Failure, UnattributedError
-from unicron_lightning.coordinator.severity.rules import Decision, FailureContext
-from unicron_lightning.coordinator.severity.workflow import (
-    Error,
-    Named,
-    NewLife,
-    Overdue,
-    Seen,
-    Settled,
-    StepsFinished,
-    handle,
-)
+from unicron_lightning.coordinator.severity.rules import Case, Decision, FailureContext
+from unicron_lightning.coordinator.severity.workflow import Error
 from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
 
 FIRST_HOLD_SECONDS, LAST_HOLD_SECONDS = 1.0, 30.0
@@ -55,7 +47,7 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
     error = Error(
         failure=failure, round=agent.round, training=bool(task.established), sent=sent, registered=task.elastic
     )
-    feed(task, turn, error)
+    occurred(task, turn, error)
     if (exits := task.severity.exits.get(agent.id, 0)) and not task.elastic:
         agent.held = True
         seconds = min(LAST_HOLD_SECONDS, FIRST_HOLD_SECONDS * 2 ** (exits - 1))
@@ -68,7 +60,7 @@ def agent_lost(task: Task, turn: Turn, agent: Agent) -> None:
     if decides_errors(task) and not task.finishing and members:
         lost = UnattributedError(kind="lost_connection", cause="the agent was lost")
         failure = failure_of(task, turn, agent, lost, members[0].id)
-        feed(task, turn, Error(failure=failure))
+        occurred(task, turn, Error(failure=failure))
 
 
 def receive(
@@ -93,10 +85,11 @@ def receive(
                 if worker is not None:
                     worker.entered = task.number
         case wire.CommError() if message.worker in record.joined and message.epoch in (record.epoch, task.number):
-            feed(task, turn, Named(agent=agent.id))
+            named(task, turn, agent)
     if isinstance(step, int) and (step := record.steps(fit, step)) > record.step:
         weighs = bool(record.attempts or record.lives or record.starts or record.series or record.reattempts)
-        feed(task, turn, StepsFinished(step=step))
+        workflow.progressed(record, step, turn.limits)
+        feed(task, turn, [])
         if weighs:
             turn.save(task)
 
@@ -113,7 +106,7 @@ def comm_error_due(task: Task, turn: Turn) -> None:
         return
     # The first to report it need not be the cause: see `workflow.suspect`.
     failure = Failure(kind="connection_failed", node="", agent="", step=task.severity.step, at=turn.now)
-    feed(task, turn, Error(failure=failure))
+    occurred(task, turn, Error(failure=failure))
     task.comm_error_epoch = 0
 
 
@@ -124,8 +117,8 @@ def overdue(task: Task, turn: Turn) -> None:
         live = [task.workers[member.worker] for member in task.live_members()]
         late = [w.agent for w in live if (w.entered != task.number if task.settled else w.ready != task.number)]
     record.awaited = ""
-    agents = tuple((agent_id, task.agents[agent_id].node) for agent_id in dict.fromkeys(late))
-    feed(task, turn, Overdue(agents=agents))
+    agents = [(agent_id, task.agents[agent_id].node) for agent_id in dict.fromkeys(late)]
+    feed(task, turn, workflow.overdue(_case(task, turn), agents))
     turn.save(task)
 
 
@@ -154,7 +147,7 @@ def review(task: Task, turn: Turn) -> bool:
     record = task.severity
     if task.life != record.life:
         record.life = task.life
-        feed(task, turn, NewLife())
+        feed(task, turn, workflow.new_life(_case(task, turn)))
     planned = task.epoch is not None and task.epoch.kind in wire.PLANNED
     renewed = False
     if task.number != record.epoch:
@@ -184,13 +177,24 @@ def decides_starts(task: Task) -> bool:
     return task.over is None and not task.rebuilding and not task.plain
 
 
-def feed(task: Task, turn: Turn, seen: Seen) -> None:
-    """Feed the workflow; its decisions are carried out at the end of the turn."""
-    # The members matter only where an error is decided on; listing a thousand for every step would be slow.
-    idle = isinstance(seen, StepsFinished | Named) or (isinstance(seen, Settled) and not task.severity.unjudged)
-    view = FailureContext() if idle else _view(task, turn)
-    decisions = handle(task.severity, seen, turn.limits, view, turn.now)
+def feed(task: Task, turn: Turn, decisions: list[Decision]) -> None:
+    """Have decisions carried out at the end of the turn, which reviews the task even if there are none."""
     turn.decisions.setdefault(task.id, []).extend(decisions)
+
+
+def occurred(task: Task, turn: Turn, error: Error) -> None:
+    """Feed the workflow an error."""
+    feed(task, turn, workflow.occurred(_case(task, turn), error))
+
+
+def named(task: Task, turn: Turn, agent: Agent) -> None:
+    """Feed the workflow an agent's report of a failed connection."""
+    workflow.named(task.severity, agent.id)
+    feed(task, turn, [])
+
+
+def _case(task: Task, turn: Turn) -> Case:
+    return Case(record=task.severity, limits=turn.limits, view=_view(task, turn), now=turn.now)
 
 
 def _view(task: Task, turn: Turn) -> FailureContext:
@@ -215,10 +219,8 @@ def refused(task: Task, turn: Turn, agent: Agent, told: UnattributedError, worke
     """Stop a task without registered workers, one of which ends by a wrong setting before it registers."""
     if task.over is None and not task.finishing:
         failure = failure_of(task, turn, agent, told, worker)
-        decisions = handle(
-            task.severity, Error(failure=failure, training=False), turn.limits, FailureContext(), turn.now
-        )
-        for decision in decisions:
+        case = Case(record=task.severity, limits=turn.limits, view=FailureContext(), now=turn.now)
+        for decision in workflow.occurred(case, Error(failure=failure, training=False)):
             if decision.action == "stop":
                 _stop(task, turn, decision)
 
@@ -233,8 +235,10 @@ def _cause(message: wire.WorkerDied) -> str:
 def _settled(task: Task, turn: Turn) -> None:
     there = [task.workers[worker] for worker in task.established if worker in task.workers]
     members = {worker.id: task.agents[worker.agent].node for worker in there}
-    steps = (task.severity.steps(worker.fit, worker.step) for worker in there)
-    feed(task, turn, Settled(step=max(steps, default=0), members=members))
+    step = max((task.severity.steps(worker.fit, worker.step) for worker in there), default=0)
+    # The members matter only where an error is decided on; listing a thousand for every epoch would be slow.
+    case = Case(record=task.severity, limits=turn.limits, view=FailureContext(), now=turn.now)
+    feed(task, turn, workflow.settled(_case(task, turn) if task.severity.unjudged else case, step, members))
     turn.save(task)
 
 

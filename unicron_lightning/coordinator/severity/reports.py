@@ -24,7 +24,7 @@ from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity import apply
 from unicron_lightning.coordinator.severity.errors import REPORTED_ONLY, SEVERITY, STOPPING, known
 from unicron_lightning.coordinator.severity.record import UnattributedError
-from unicron_lightning.coordinator.severity.workflow import Error, Named
+from unicron_lightning.coordinator.severity.workflow import Error
 from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
 from unicron_lightning.detection.health import problems
 from unicron_lightning.detection.patterns import Pattern
@@ -72,7 +72,7 @@ def _lost(task: Task, turn: Turn, agent: Agent, worker: Worker, message: wire.Er
     _log(task, turn, agent, message, task.incident, symptom=symptom)
     if apply.decides_errors(task) and not task.finishing and not symptom:
         failure = apply.failure_of(task, turn, agent, _told(message), worker.id)
-        apply.feed(task, turn, Error(failure=failure, round=agent.round, training=bool(task.established)))
+        apply.occurred(task, turn, Error(failure=failure, round=agent.round, training=bool(task.established)))
     workers.died(task, turn, [worker], REPORTED, at=message.at, meaning=message.cause, own=True)
     if not message.ends:
         turn.send(agent, wire.Fence(worker=worker.id, reason=f"{kind}: {message.cause}"))
@@ -118,11 +118,11 @@ def _goes_on(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) ->
     acts = apply.decides_errors(task) and not task.finishing
     if in_place and acts:
         epochs.open_incident(task)
-        apply.feed(task, turn, Named(agent=agent.id))
+        apply.named(task, turn, agent)
     _log(task, turn, agent, message, task.incident if in_place or SEVERITY[kind] != "SEV3" else None)
     if acts or kind in REPORTED_ONLY:
         failure = apply.failure_of(task, turn, agent, UnattributedError(kind=kind, cause=message.cause), None)
-        apply.feed(task, turn, Error(failure=failure))
+        apply.occurred(task, turn, Error(failure=failure))
 
 
 def _log(

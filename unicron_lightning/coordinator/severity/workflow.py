@@ -1,4 +1,4 @@
-"""The severity workflow of one task: a pure state machine, inputs in, `Decision`s out.
+"""The severity workflow of one task: a pure state machine, with a function for each input that returns `Decision`s.
 
 It keeps a `SeverityRecord`, which it changes in place; times are arguments. It distinguishes failures *with progress*
 between them from those without. A task that finishes steps may fail any number of times: that is its purpose.
@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Final, Union
+from typing import Final
 
 from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.coordinator.severity.errors import SEVERITY
@@ -63,68 +63,26 @@ class Error:
     registered: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class Named:
+def named(record: SeverityRecord, agent: str) -> None:
     """An agent's worker reported a failed connection."""
-
-    agent: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepsFinished:
-    """This number of steps is finished in this life."""
-
-    step: int
+    record.named[agent] = record.named.get(agent, 0) + 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settled:
+def settled(here: Case, step: int, members: Mapping[str, str]) -> list[Decision]:
     """A new epoch has all its members' reports: the newest reported step, and the node of each member."""
-
-    step: int
-    members: Mapping[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NewLife:
-    """No worker that has the task's state is left."""
+    record = here.record
+    decisions = _judge(here, step)
+    record.base = record.step
+    before, joined = record.joined, record.step
+    record.joined = {w: before.get(w) or Joined(node=node, step=joined) for w, node in members.items()}
+    return decisions
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overdue:
+def overdue(here: Case, agents: Iterable[tuple[str, str]]) -> list[Decision]:
     """The newest epoch has timed out: ``agents`` and nodes whose workers it still waits for."""
-
-    agents: tuple[tuple[str, str], ...]
-
-
-Seen = Union[Error, Named, StepsFinished, Settled, NewLife, Overdue]
-
-
-def handle(record: SeverityRecord, seen: Seen, limits: Limits, view: FailureContext, now: float) -> list[Decision]:
-    """Process one input; ``now`` is time.time()."""
-    here = Case(record=record, limits=limits, view=view, now=now)
-    match seen:
-        case Error():
-            return _error(here, seen)
-        case Named():
-            record.named[seen.agent] = record.named.get(seen.agent, 0) + 1
-        case StepsFinished():
-            _progress(record, seen.step, limits)
-        case Settled():
-            decisions = _judge(here, seen.step)
-            record.base = record.step
-            before, step = record.joined, record.step
-            record.joined = {w: before.get(w) or Joined(node=n, step=step) for w, n in seen.members.items()}
-            return decisions
-        case NewLife():
-            return _new_life(here)
-        case Overdue():
-            stuck = [
-                Failure(kind="recovery_stuck", node=node, agent=agent, step=record.step, at=now)
-                for agent, node in seen.agents
-            ]
-            return [decision for failure in stuck for decision in _alive(here, failure)]
-    return []
+    step, now = here.record.step, here.now
+    stuck = [Failure(kind="recovery_stuck", node=node, agent=agent, step=step, at=now) for agent, node in agents]
+    return [decision for failure in stuck for decision in _alive(here, failure)]
 
 
 def suspect(record: SeverityRecord, view: FailureContext) -> tuple[str, str, str] | None:
@@ -137,12 +95,13 @@ def suspect(record: SeverityRecord, view: FailureContext) -> tuple[str, str, str
         return None
     order = list(dict.fromkeys(view.members))
     most = max(record.named.get(agent, 0) for agent, _ in order)
-    named = [(agent, node) for agent, node in order if record.named.get(agent, 0) == most]
-    why = "named most often" if len(named) == 1 and most else "unknown: the last in rank order"
-    return (*named[-1], why)
+    foremost = [(agent, node) for agent, node in order if record.named.get(agent, 0) == most]
+    why = "named most often" if len(foremost) == 1 and most else "unknown: the last in rank order"
+    return (*foremost[-1], why)
 
 
-def _error(here: Case, seen: Error) -> list[Decision]:
+def occurred(here: Case, seen: Error) -> list[Decision]:
+    """An error occurred."""
     record, failure = here.record, seen.failure
     alone = failure.worker in record.joined or not seen.training
     case = replace(here, error=failure, alone=alone)
@@ -202,7 +161,8 @@ def _alive(here: Case, failure: Failure) -> list[Decision]:
     return _decide(here, failure)
 
 
-def _progress(record: SeverityRecord, step: int, limits: Limits) -> None:
+def progressed(record: SeverityRecord, step: int, limits: Limits) -> None:
+    """This number of steps is finished in this life."""
     if step > record.step:
         record.step = step
         record.reattempts.clear()
@@ -234,7 +194,7 @@ def _judge(here: Case, step: int) -> list[Decision]:
             _lasted(record, came)
             lasted.append((failure, came))
     failures, record.unjudged = record.unjudged, []
-    _progress(record, step, limits)
+    progressed(record, step, limits)
     for failure in failures:
         _remember(record, failure)
         if failure.fault and failure.fault not in record.raised:
@@ -295,7 +255,8 @@ def _is_another(before: float | None, now: float) -> bool:
     return before is None or now - before >= ATTEMPT_SECONDS
 
 
-def _new_life(here: Case) -> list[Decision]:
+def new_life(here: Case) -> list[Decision]:
+    """No worker that has the task's state is left."""
     record = here.record
     # Counted once per life: its members often fail by the same exception, one after the other.
     raised, record.raised = [*record.raised, *(failure.fault for failure in record.unjudged)], []

@@ -217,7 +217,7 @@ def _communicator_hangs(task: Task, turn: Turn, watch: WatchRecord, cause: str) 
     turn.log(task, error)
     failure = Failure(kind="nccl_timeout", node="", agent="", cause=cause, step=task.severity.step, at=turn.now)
     _forget(watch)
-    apply.feed(task, turn, Error(failure=failure))
+    apply.occurred(task, turn, Error(failure=failure))
 
 
 PART: Final = Part(
