@@ -32,7 +32,7 @@ def test_workers_and_nodes_fail_side_by_side(worker: float, node: float, per_nod
 
 
 def test_units() -> None:
-    by_mtbf = ConstantHazard.from_mtbf(50_000 * 3600)
+    by_mtbf = ConstantHazard(per_second=1 / (50_000 * 3600))
     # 1000 workers with an MTBF of 50,000 h each: 50 h
     assert FailureModel(worker=by_mtbf).running_seconds(1000) == pytest.approx(50 * 3600)
 
@@ -101,7 +101,6 @@ def test_a_large_cluster_is_asked_quickly() -> None:
     [
         (lambda: ConstantHazard(per_second=0), "per_second=0: expected"),
         (lambda: ConstantHazard(per_second=math.inf), "per_second=inf: expected"),
-        (lambda: ConstantHazard.from_mtbf(-1), "mtbf_seconds=-1: expected"),
         (lambda: FailureModel(), "expected the hazard of at least one"),
         (lambda: FailureModel(node=ConstantHazard(per_second=1), workers_per_node=0), "workers_per_node=0: expected"),
         (lambda: FailureModel(node=ConstantHazard(per_second=1)).running_seconds(-1), "num_workers=-1: expected"),

@@ -21,7 +21,7 @@ from unicron_lightning.planner.performance.recipe import MEGATRON_2022, MEGATRON
 from unicron_lightning.planner.performance.search import SearchSpace
 from unicron_lightning.planner.performance.shape import ModelShape
 from unicron_lightning.planner.performance.timing import step_seconds
-from unicron_lightning.planner.performance.transformer import TransformerModel
+from unicron_lightning.planner.performance.transformer import RELATIVE_ERROR, TransformerModel
 
 TINY = ModelShape(num_layers=6, hidden_size=1024, num_heads=4, sequence_length=512, vocabulary_size=1000)
 MODELS = st.builds(
@@ -129,7 +129,7 @@ def test_a_model_that_never_fits() -> None:
     model = TransformerModel(shape=GPT_175B, cluster=small, global_batch_size=1)
     assert model.counts == ()
     assert model.throughput(10**6) == 0
-    assert model.uncertainty(10**6) == model.relative_error
+    assert model.uncertainty(10**6) == RELATIVE_ERROR
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_uneven_shares_use_counts_that_even_ones_cannot() -> None:
         (lambda: SearchSpace(micro_batch_sizes=(0,)), "micro_batch_sizes"),
         (lambda: SearchSpace(recompute=("some",)), "recompute"),
         (lambda: TransformerModel(shape=TINY, cluster=A100, global_batch_size=0), "global_batch_size=0"),
-        (lambda: TransformerModel(shape=TINY, cluster=A100, global_batch_size=1, relative_error=-1), "relative_error"),
+        (lambda: TransformerModel(shape=TINY, cluster=A100, global_batch_size=1, scaling_loss=-1), "scaling_loss"),
         (
             lambda: TransformerModel(
                 shape=TINY, cluster=A100, global_batch_size=1, recipe=replace(MEGATRON_CORE, precision="fp8")

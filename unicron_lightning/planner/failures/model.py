@@ -67,13 +67,6 @@ class ConstantHazard:
         if not (math.isfinite(self.per_second) and self.per_second > 0):
             raise ValueError(f"per_second={self.per_second}: expected failures per second, a finite number > 0")
 
-    @classmethod
-    def from_mtbf(cls, mtbf_seconds: float) -> ConstantHazard:
-        """From the mean time between failures of one component, in seconds."""
-        if not (math.isfinite(mtbf_seconds) and mtbf_seconds > 0):
-            raise ValueError(f"mtbf_seconds={mtbf_seconds}: expected a finite number of seconds > 0")
-        return cls(per_second=1 / mtbf_seconds)
-
     @property
     def mean_lifetime_seconds(self) -> float:
         return 1 / self.per_second

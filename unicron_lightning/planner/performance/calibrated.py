@@ -17,11 +17,21 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 
 from unicron_lightning.planner.performance.layouts import FloatArray
 from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel, check_num_workers
+
+_COMMON: Final = 0.7
+"""c, the part of the prior's error that all x share."""
+_DOUBLINGS: Final = 1.0
+"""l, doublings of x after which the rest of the error is independent."""
+_NOISE: Final = 0.05
+"""Assumed relative standard deviation of a single measurement; it has the weight of one measurement in the estimate."""
+_DRIFT: Final = 0.02
+"""Relative standard deviation of the truth's movement within an hour."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,35 +75,18 @@ class CalibratedModel:
         measured: the measurements, by number of workers.
         prior_error: relative standard error of the prior; None takes the prior's own, which must be above 0 at some
             count for measurements to have any effect.
-        common: c, the part of the prior's error that all x share.
-        doublings: l, doublings of x after which the rest of the error is independent.
-        noise: assumed relative standard deviation of a single measurement; it has the weight of one measurement in the
-            estimate.
-        drift: relative standard deviation of the truth's movement within an hour.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: the error is out of range.
     """
 
     prior: PerformanceModel
     measured: Mapping[int, Measurement] = field(hash=False)
     prior_error: float | None = None
-    common: float = 0.7
-    doublings: float = 1.0
-    noise: float = 0.05
-    drift: float = 0.02
 
     def __post_init__(self) -> None:
         if self.prior_error is not None and not (math.isfinite(self.prior_error) and self.prior_error >= 0):
             raise ValueError(f"prior_error={self.prior_error!r}: expected a finite number, 0 or more, or None")
-        if not 0 <= self.common <= 1:
-            raise ValueError(f"common={self.common!r}: expected 0 to 1")
-        if not (math.isfinite(self.doublings) and self.doublings > 0):
-            raise ValueError(f"doublings={self.doublings!r}: expected a finite number above 0")
-        for name in ("noise", "drift"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value!r}: expected a finite number, 0 or more")
 
     def throughput(self, num_workers: int) -> float:
         check_num_workers(num_workers)
@@ -120,12 +113,12 @@ class CalibratedModel:
         """Relative standard error of each measured mean, as of the newest measurement."""
         known = self.measured.values()
         # The assumed noise counts as one further observation of a single measurement's scatter.
-        scatter = self.noise**2 + sum(each.num_points * each.deviation**2 for each in known)
+        scatter = _NOISE**2 + sum(each.num_points * each.deviation**2 for each in known)
         variation = scatter / (1 + sum(each.num_points - 1 for each in known))
         now = max((each.at_seconds for each in known), default=0.0)
         # A random walk moves by the square root of the time.
         return {
-            count: math.sqrt(variation / each.num_points + self.drift**2 * (now - each.at_seconds) / 3600.0)
+            count: math.sqrt(variation / each.num_points + _DRIFT**2 * (now - each.at_seconds) / 3600.0)
             for count, each in self.measured.items()
         }
 
@@ -143,8 +136,8 @@ class CalibratedModel:
         return places, errors, inverse @ ratios, inverse
 
     def _kernel(self, places: FloatArray, errors: FloatArray, others: FloatArray, their: FloatArray) -> FloatArray:
-        distance = np.abs(places[:, None] - others[None, :]) / self.doublings
-        shared: FloatArray = self.common + (1 - self.common) * np.exp(-distance)
+        distance = np.abs(places[:, None] - others[None, :]) / _DOUBLINGS
+        shared: FloatArray = _COMMON + (1 - _COMMON) * np.exp(-distance)
         return errors[:, None] * their[None, :] * shared
 
     def _log_ratio(self, num_workers: int) -> tuple[float, float]:

@@ -41,11 +41,10 @@ class TransformerModel:
         space: the configurations to try.
         may_idle: whether the task may leave some of its x workers idle. Then T never falls with x; otherwise T is 0
             where no configuration takes exactly x workers.
-        relative_error: relative standard error of the prediction, the same for all x.
         scaling_loss: part of a step's time that each doubling of the number of nodes adds to the formulas.
 
     Raises:
-        ValueError: the batch, the error or the loss is out of range, or the cluster has no figure for the precision.
+        ValueError: the batch or the loss is out of range, or the cluster has no figure for the precision.
     """
 
     shape: ModelShape
@@ -54,16 +53,13 @@ class TransformerModel:
     recipe: Recipe = MEGATRON_CORE
     space: SearchSpace = field(default_factory=SearchSpace)
     may_idle: bool = True
-    relative_error: float = RELATIVE_ERROR
     scaling_loss: float = SCALING_LOSS
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
             raise ValueError(f"global_batch_size={self.global_batch_size!r}: expected a whole number of at least 1")
-        for name in ("relative_error", "scaling_loss"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value!r}: expected a finite number, 0 or more")
+        if not (math.isfinite(self.scaling_loss) and self.scaling_loss >= 0):
+            raise ValueError(f"scaling_loss={self.scaling_loss!r}: expected a finite number, 0 or more")
         for precision in (self.recipe.precision, self.recipe.attention_precision):
             self.cluster.peak(precision)
 
@@ -87,7 +83,7 @@ class TransformerModel:
 
     def uncertainty(self, num_workers: int) -> float:
         check_num_workers(num_workers)
-        return self.relative_error
+        return RELATIVE_ERROR
 
     @property
     def counts(self) -> tuple[int, ...]:
