@@ -70,6 +70,10 @@ def _plain(word: str) -> str:
     return word if len(word) <= 20 and word.isprintable() else shortened(word)
 
 
+def _refused(error: str, status: int) -> web.Response:
+    return web.json_response({"error": error}, status=status)
+
+
 def _drains(machine: Machine) -> dict[str, Any]:
     return {"drained": machine.drained, "staying": staying(machine.cluster)}
 
@@ -135,8 +139,7 @@ class Api:
         """
         only, limit = request.query.get("task"), _number(request.query.get("limit", str(_MOST_INCIDENTS)))
         if limit is None:
-            error = f"limit={shortened(request.query['limit'])}: expected a number of up to 6 digits"
-            return web.json_response({"error": error}, status=400)
+            return _refused(f"limit={shortened(request.query['limit'])}: expected a number of up to 6 digits", 400)
         most = min(limit, _MOST_INCIDENTS)
         cluster = self._shell.machine.cluster
         closed = self._shell.store.events(task=only, name=IncidentClosed.event, limit=most, newest=True)
@@ -153,9 +156,9 @@ class Api:
         nodes = _number(word)
         if word != "all" and (nodes is None or not task.min_nodes <= nodes <= task.max_nodes):
             error = f"nodes={_plain(word)}: expected {task.min_nodes} to {task.max_nodes} (its --nnodes), or all"
-            return web.json_response({"error": error}, status=400 if nodes is None else 404)
+            return _refused(error, 400 if nodes is None else 404)
         if nodes is not None and (refused := replicas.refusal(task, nodes)) is not None:
-            return web.json_response({"error": refused}, status=404)
+            return _refused(refused, 404)
         return self._ordered(ev.Resize(task=task.id, nodes=nodes), lambda: {"task": task.id, "nodes": nodes})
 
     async def _post_relayout(self, request: web.Request) -> web.Response:
@@ -167,20 +170,18 @@ class Api:
         words = {key: request.query.get(key, "") for key in keys}
         for key, word in words.items():
             if not _number(word):
-                return web.json_response(
-                    {"error": f"{key}={_plain(word)}: expected a whole number, 1 or more"}, status=400
-                )
+                return _refused(f"{key}={_plain(word)}: expected a whole number, 1 or more", 400)
         tensor, *pipeline = (_number(word) or 1 for word in words.values())
         layout = wire.Layout(tensor=tensor, pipeline=pipeline[0] if pipeline else 1, sharded=not pipeline)
         if (refused := relayout.refusal(task, layout)) is not None:
-            return web.json_response({"error": refused}, status=409)
+            return _refused(refused, 409)
         return self._ordered(ev.Relayout(task=task.id, layout=layout), lambda: {"task": task.id, **layout.plain()})
 
     async def _post_cancel(self, request: web.Request) -> web.Response:
         """End a task, submitted or not: now, or with ``?save=1`` once its members have written a checkpoint."""
         name, word = self._task(request).id, request.query.get("save", "0")
         if word not in ("0", "1"):
-            return web.json_response({"error": f"save={_plain(word)}: expected 0 or 1"}, status=400)
+            return _refused(f"save={_plain(word)}: expected 0 or 1", 400)
         order = ev.Cancel(task=name, save=word == "1")
         return self._ordered(order, lambda: _job(self._shell.machine.cluster, name))
 
@@ -188,25 +189,25 @@ class Api:
         """``{"fault": TEXT}``: inject the fault into the task, see docs/faults.md."""
         machine = self._shell.machine
         if not machine.limits.allow_injection:
-            return web.json_response({"error": injection.NOT_ALLOWED}, status=403)
+            return _refused(injection.NOT_ALLOWED, 403)
         task = self._task(request)
         try:
             fault = parse(msgspec.json.decode(await request.read(), type=dict[str, str]).get("fault", ""))
         except (msgspec.DecodeError, UnicodeError, ConfigError) as error:
-            return web.json_response({"error": f"expected a fault: {error}"}, status=400)
+            return _refused(f"expected a fault: {error}", 400)
         order = ev.InjectFault(
             task=task.id, fault=fault, draw=random.random() if fault.seed is None else draw(fault).random()
         )
         refused = injection.refusal(task, order)
         if refused is not None:
-            return web.json_response({"error": refused}, status=409)
+            return _refused(refused, 409)
         targets = injection.targets(task, order)
         return self._ordered(order, lambda: {"task": task.id, "fault": text(fault), "targets": targets})
 
     def _ordered(self, order: ev.Input, answer: Callable[[], Any]) -> web.Response:
         """Carry out an order; confirm it by ``answer`` if it is durable."""
         refused = self._shell.order(order)
-        return web.json_response(answer()) if refused is None else web.json_response({"error": refused}, status=503)
+        return web.json_response(answer()) if refused is None else _refused(refused, 503)
 
     def _task(self, request: web.Request) -> Task:
         """Return the task that a request names.
@@ -227,16 +228,16 @@ class Api:
         try:
             given, several = _decode_jobs(await request.read())
         except (msgspec.DecodeError, UnicodeError) as error:
-            return web.json_response({"error": f"expected a job: {error}"}, status=400)
+            return _refused(f"expected a job: {error}", 400)
         if not 1 <= len(given) <= MOST_TOGETHER:
-            return web.json_response({"error": f"{len(given)} jobs: expected 1 to {MOST_TOGETHER}"}, status=400)
+            return _refused(f"{len(given)} jobs: expected 1 to {MOST_TOGETHER}", 400)
         wrong = next((found for job in given if (found := problem(job)) is not None), None)
         if wrong is not None:
-            return web.json_response({"error": wrong}, status=400)
+            return _refused(wrong, 400)
         cluster = self._shell.machine.cluster
         refused = jobs.refusal(cluster, given)
         if refused is not None:
-            return web.json_response({"error": refused}, status=409)
+            return _refused(refused, 409)
 
         def answer() -> Any:
             found = [_job(cluster, job.name) for job in given]
@@ -248,7 +249,7 @@ class Api:
         name = request.match_info["name"]
         status = _job(self._shell.machine.cluster, name)
         if status is None:
-            return web.json_response({"error": f"no job {name!r} is known"}, status=404)
+            return _refused(f"no job {name!r} is known", 404)
         return web.json_response(status)
 
     async def _get_jobs(self, request: web.Request) -> web.Response:
@@ -265,9 +266,7 @@ class Api:
         known = {word for task in machine.tasks.values() for a in task.agents.values() for word in (a.node, a.id)}
         known |= set(machine.cluster.nodes)
         if name not in known | set(machine.drained):
-            return web.json_response(
-                {"error": f"no node or agent {name!r}; expected one of: {sorted(known)}"}, status=404
-            )
+            return _refused(f"no node or agent {name!r}; expected one of: {sorted(known)}", 404)
         return self._ordered(ev.Drain(node=name, drained=drained), lambda: _drains(machine))
 
     async def _get_events(self, request: web.Request) -> web.Response:
@@ -280,8 +279,7 @@ class Api:
         numbers = {key: _number(word, digits=_MOST_DIGITS) for key, word in words.items()}
         for key, number in numbers.items():
             if number is None:
-                error = f"{key}={shortened(words[key])}: expected a number of up to {_MOST_DIGITS} digits"
-                return web.json_response({"error": error}, status=400)
+                return _refused(f"{key}={shortened(words[key])}: expected a number of up to {_MOST_DIGITS} digits", 400)
         events: list[LoggedEvent] = self._shell.store.events(
             task=request.query.get("task"),
             incident=request.query.get("incident"),
