@@ -314,9 +314,9 @@ def share(question: Question) -> dict[str, int]:
     result = {task.name: 0 for task in question.tasks}
     left = question.num_places
     for task in sorted(question.tasks, key=lambda task: (not task.runs, -task.terms.weight, task.name)):
-        if task.min_places <= min(left, task.max_places):
-            result[task.name] = task.min_places
-            left -= task.min_places
+        if task.terms.min_workers <= min(left, task.max_places):
+            result[task.name] = task.terms.min_workers
+            left -= task.terms.min_workers
     while left:
         open_to = [task for task in question.tasks if 0 < result[task.name] < task.max_places]
         if not open_to:

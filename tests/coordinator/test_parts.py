@@ -15,7 +15,7 @@ OF_THE_MACHINE = {"idle", "node_lost", "plan"}
 
 
 def test_each_message_of_an_agent_has_a_rule() -> None:
-    handled = {receiver.kind for part in PARTS for receiver in part.receivers}
+    handled = {kind for part in PARTS for kind, _ in part.receivers}
     assert handled == {*get_args(wire.FromAgent)} - {wire.Register, wire.Beat}
 
 
@@ -28,5 +28,5 @@ def test_each_timer_that_is_set_has_one_rule() -> None:
 
 
 def test_the_severity_workflow_sees_a_task_before_the_record_of_its_workers_changes() -> None:
-    both = [part for part in PARTS if any(receiver.kind is wire.WorkerDied for receiver in part.receivers)]
+    both = [part for part in PARTS if any(kind is wire.WorkerDied for kind, _ in part.receivers)]
     assert [part.review is not None for part in both] == [True, False]

@@ -31,19 +31,22 @@ Stored = Callable[[str], Task | None]
 
 
 class Failures:
-    """Failures of the last minute, by task and agent."""
+    """Failures of the last minute, of tasks or of agents.
 
-    def __init__(self) -> None:
-        self._tasks: dict[str, list[float]] = {}
-        self._agents: dict[str, list[float]] = {}
+    Args:
+        most: number of failures of one that are too many.
+    """
 
-    def of_task(self, task: str, now: float) -> bool:
-        """Count a failure of a task; return whether there are too many."""
-        return _count(self._tasks, task, now) >= MOST_OF_A_TASK
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._times: dict[str, list[float]] = {}
 
-    def of_agent(self, agent: str, now: float) -> bool:
-        """Count a failure of an agent; return whether there are too many."""
-        return _count(self._agents, agent, now) >= MOST_OF_AN_AGENT
+    def are_too_many(self, of: str, now: float) -> bool:
+        """Count a failure; return whether there are too many."""
+        late = {name: [at for at in times if 0 <= now - at < WINDOW] for name, times in self._times.items()}
+        self._times = {name: times for name, times in late.items() if times}
+        self._times.setdefault(of, []).append(now)
+        return len(self._times[of]) >= self._most
 
 
 def diagnosis(error: Exception) -> str:
@@ -116,16 +119,3 @@ def _disconnect(cluster: Cluster, turn: Turn, task_id: str) -> None:
     for conn in conns:
         cluster.conns.pop(conn, None)
         turn.close(conn, "the task was set back: register again")
-
-
-def _count(table: dict[str, list[float]], key: str, now: float) -> int:
-    _expire(table, now)
-    table.setdefault(key, []).append(now)
-    return len(table[key])
-
-
-def _expire(table: dict[str, list[float]], now: float) -> None:
-    for key in list(table):
-        table[key] = [at for at in table[key] if 0 <= now - at < WINDOW]
-        if not table[key]:
-            del table[key]

@@ -34,7 +34,8 @@ class Machine:
         self._cluster = Cluster() if cluster is None else cluster
         self._told, self._daemons = daemons.SentOrders(), DaemonPlaces()
         self._changes = AssignmentChanges()
-        self._failures = isolation.Failures()
+        self._failing_tasks = isolation.Failures(isolation.MOST_OF_A_TASK)
+        self._failing_agents = isolation.Failures(isolation.MOST_OF_AN_AGENT)
         self._touched: dict[str, None] = {}
         self._has_places = has_places(self._cluster)
 
@@ -95,14 +96,14 @@ class Machine:
         sender = isolation.agent_of(event, self._cluster)
         conn = event.conn if isinstance(event, ev.AgentMessage | ev.DaemonMessage) else None
         turn = self._begin(now)
-        if conn is not None and sender is not None and self._failures.of_agent(sender, now):
+        if conn is not None and sender is not None and self._failing_agents.are_too_many(sender, now):
             turn.refuse(conn, f"the coordinator cannot handle the messages of {sender}: {why}")
         elif conn is not None:
             turn.close(conn, f"the coordinator cannot handle this message: {why}")
         if conn is not None:
             self._cluster.conns.pop(conn, None)
         for task in touched:
-            if self._failures.of_task(task, now):
+            if self._failing_tasks.are_too_many(task, now):
                 isolation.stop(self._cluster, turn, task, why)
             else:
                 isolation.set_back(self._cluster, turn, task, stored(task), why)

@@ -20,17 +20,13 @@ from unicron_lightning.coordinator.state import Agent, Task
 M = TypeVar("M", bound=wire.FromAgent)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Receiver:
-    """A rule for messages of agents; made by `on`, which checks the types."""
-
-    kind: type[msgspec.Struct]
-    rule: Callable[[Task, Turn, Agent, Any], None]
+Receiver = tuple[type[msgspec.Struct], Callable[[Task, Turn, Agent, Any], None]]
+"""A type of agents' messages and the rule for it; made by `on`, which checks that they fit."""
 
 
 def on(kind: type[M], rule: Callable[[Task, Turn, Agent, M], None]) -> Receiver:
     """Declare that a rule handles messages of this type."""
-    return Receiver(kind=kind, rule=rule)
+    return kind, rule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,8 +60,8 @@ PARTS: Final[tuple[Part, ...]] = (
 def _receivers() -> dict[type[msgspec.Struct], list[Callable[[Task, Turn, Agent, Any], None]]]:
     rules = defaultdict(list)
     for part in PARTS:
-        for receiver in part.receivers:
-            rules[receiver.kind].append(receiver.rule)
+        for kind, rule in part.receivers:
+            rules[kind].append(rule)
     return dict(rules)
 
 

@@ -213,7 +213,7 @@ def _curve(task: Competitor, known: Knowledge, reach: int) -> Curve:
         transition_seconds=known.transition_seconds(task.name),
         terms=replace(
             task.terms,
-            max_workers=max(task.max_places, task.min_places),
+            max_workers=max(task.max_places, task.terms.min_workers),
             may_pause=task.terms.may_pause or not task.runs,
         ),
         caution=known.caution,
@@ -242,12 +242,12 @@ def keep(question: Question) -> ev.Planned:
     places = {task.name: min(task.left, task.max_places) for task in tasks}
     free = question.num_places - sum(places.values())
     for task in tasks:
-        missing = _more(task.min_places - 1, task) - places[task.name]
+        missing = _more(task.terms.min_workers - 1, task) - places[task.name]
         if 0 < missing <= free:
             places[task.name] += missing
             free -= missing
     while free > 0:
-        below = [task for task in tasks if task.min_places <= places[task.name] < task.max_places]
+        below = [task for task in tasks if task.terms.min_workers <= places[task.name] < task.max_places]
         more = {task.name: _more(places[task.name], task) for task in below}
         able = [t for t in below if more[t.name] <= min(t.max_places, places[t.name] + free)]
         if not able:

@@ -30,13 +30,8 @@ class Competitor:
     left: int
 
     @property
-    def min_places(self) -> int:
-        """Fewest places with which it may run."""
-        return self.terms.min_workers
-
-    @property
     def max_places(self) -> int:
-        """Most places that it can use, which may be fewer than `min_places`."""
+        """Most places that it can use, which may be fewer than its minimum."""
         assert self.terms.max_workers is not None, "a task has no more places than its limit"
         return self.terms.max_workers
 

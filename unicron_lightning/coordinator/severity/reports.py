@@ -53,6 +53,12 @@ def handle_error(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport
         _goes_on(task, turn, agent, message)
 
 
+def handle_node_error(task: Task, turn: Turn, agent: Agent, kind: str, cause: str, **details: str) -> None:
+    """Handle an error of an agent's node that the coordinator has found itself."""
+    about: dict[str, Any] = {"kind": kind, "cause": cause, "details": details}
+    handle_error(task, turn, agent, wire.ErrorReport(worker=None, phase="", step=None, at=turn.now, **about))
+
+
 def _judged(message: wire.ErrorReport, patterns: Sequence[Pattern]) -> wire.ErrorReport:
     """Apply the user's own patterns: the first match sets the error's kind."""
     details = message.details
@@ -156,16 +162,7 @@ def handle_reading(task: Task, turn: Turn, agent: Agent, reading: wire.NodeReadi
     barred = [problem.cause for problem in now.values() if problem.bars]
     for check, problem in now.items():
         if check not in elsewhere:
-            word = wire.ErrorReport(
-                worker=None,
-                kind=problem.kind,
-                cause=problem.cause,
-                phase="",
-                step=None,
-                at=turn.now,
-                details={"check": check},
-            )
-            handle_error(task, turn, agent, word)
+            handle_node_error(task, turn, agent, problem.kind, problem.cause, check=check)
     gone = sorted(set(agent.problems) - set(now))
     agent.problems = list(now)
     if gone:
