@@ -39,7 +39,7 @@ from measure import Figures
 
 from unicron_lightning.planner.events import TaskFinished
 from unicron_lightning.planner.performance.model import ParallelConfiguration
-from unicron_lightning.planner.placement.placer import Demand, NodeCapacity, NodeState, Placement, place
+from unicron_lightning.planner.placement.placer import Demand, NodeCapacity, Placement, place
 from unicron_lightning.planner.quantum import move_price
 from unicron_lightning.planner.reward import Curve
 from unicron_lightning.planner.search.options import Columns
@@ -186,7 +186,7 @@ def placing(running: ClusterState, after: Mapping[str, int]) -> Callable[[], Pla
         for number in range(running.num_workers // running.unit)
     ]
     before = place(nodes, [Demand(task=t, num_workers=n) for t, n in running.allocation.items()], {}).accelerators
-    failed = dataclasses.replace(nodes[0], state=NodeState.FAILED)
+    failed = dataclasses.replace(nodes[0], state="failed")
     demands = [Demand(task=task, num_workers=number) for task, number in after.items()]
     return lambda: place([failed, *nodes[1:]], demands, before)
 

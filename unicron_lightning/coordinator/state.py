@@ -562,12 +562,10 @@ class Cluster(msgspec.Struct, kw_only=True):
 
 _ROUND_DIGITS = 15
 _LOST_KEPT = 32
-_task_decoder = msgspec.json.Decoder(Task)
-_cluster_decoder = msgspec.json.Decoder(Cluster)
 encode = msgspec.json.Encoder().encode
-decode_task = _task_decoder.decode
+decode_task = msgspec.json.Decoder(Task).decode
 decode_lasting = msgspec.json.Decoder(Lasting).decode
-decode_cluster = _cluster_decoder.decode
+decode_cluster = msgspec.json.Decoder(Cluster).decode
 
 
 def round_of(worker: str) -> int:

@@ -20,7 +20,7 @@ from unicron_lightning.cli.plan.config import (
 from unicron_lightning.cli.plan.situation import failure_model, nodes_of, situation_of
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.performance.shape import ModelShape
-from unicron_lightning.planner.placement.placer import NodeCapacity, NodeState
+from unicron_lightning.planner.placement.placer import NodeCapacity
 from unicron_lightning.planner.solver import solve
 
 HERE = Path()
@@ -40,7 +40,7 @@ def test_equal_nodes_are_numbered_and_those_named_replace_them() -> None:
     )
     nodes = {node.name: node for node in nodes_of(config)}
     assert list(nodes) == [*(f"node{index:02}" for index in range(11)), "big"]
-    assert nodes["node03"] == NodeCapacity(name="node03", num_accelerators=4, state=NodeState.DRAINING)
+    assert nodes["node03"] == NodeCapacity(name="node03", num_accelerators=4, state="draining")
     assert nodes["big"] == NodeCapacity(name="big", num_accelerators=16)
 
 

@@ -14,7 +14,7 @@ from unicron_lightning.coordinator.allocation.estimates import (
     performances,
     transition_times,
 )
-from unicron_lightning.coordinator.config import PlannerConfig
+from unicron_lightning.coordinator.config.schema import PlannerConfig
 from unicron_lightning.coordinator.incidents.record import Lifetimes, Measured, MeasuredTransition, Speed
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.state import Task, Worker, decode_task, encode

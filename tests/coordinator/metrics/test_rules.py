@@ -20,7 +20,9 @@ PROMETHEUS = ROOT / "deploy" / "prometheus"
 RULES = PROMETHEUS / "unicron-rules.yaml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "unicron.json"
 PROMTOOL = shutil.which("promtool")
-QUERIED = {name for metric in METRICS for name in metric.queried}
+SAMPLES = {"histogram": ("_bucket", "_count", "_sum")}
+QUERIED = {f"{metric.name}{end}" for metric in METRICS for end in SAMPLES.get(metric.type, ("",))}
+"""Names under which Prometheus stores the samples."""
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: apt-get install prometheus")
 
 

@@ -19,8 +19,8 @@ from hydra import compose, initialize_config_module
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.config import CoordinatorConfig
 from unicron_lightning.coordinator.config.composition import from_composed, register_schema
+from unicron_lightning.coordinator.config.schema import CoordinatorConfig
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.server.server import Server
 from unicron_lightning.coordinator.storage.batch import MOST_LOGGED_CHARACTERS, MOST_UNWRITTEN_EVENTS, Batch, Saving

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.performance.transformer import SCALING_LOSS
+from unicron_lightning.planner.placement.placer import NodeState
 from unicron_lightning.sections import read_section, read_yaml
 
 
@@ -21,7 +22,7 @@ class NodeConfig:
 
     num_accelerators: int | None = None
     """Number of its accelerators; default: `PlanClusterConfig.workers_per_node`."""
-    state: Literal["ready", "failed", "draining", "cordoned"] = "ready"
+    state: NodeState = "ready"
     """Only ready nodes are planned with. Workers on other nodes count as lost."""
 
 

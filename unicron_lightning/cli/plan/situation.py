@@ -34,7 +34,7 @@ from unicron_lightning.planner.performance.search import SearchSpace
 from unicron_lightning.planner.performance.shape import ModelShape
 from unicron_lightning.planner.performance.table import MeasuredTable
 from unicron_lightning.planner.performance.transformer import TransformerModel
-from unicron_lightning.planner.placement.placer import Accelerators, Demand, NodeCapacity, NodeState, Placement, place
+from unicron_lightning.planner.placement.placer import Accelerators, Demand, NodeCapacity, Placement, place
 from unicron_lightning.planner.plan import Plan
 from unicron_lightning.planner.reward import Curve
 from unicron_lightning.planner.state import ClusterState
@@ -92,7 +92,7 @@ def situation_of(config: PlanConfig, folder: Path) -> Situation:
     if not config.tasks and not config.queued:
         raise ConfigError("tasks: {}: expected at least one task in tasks or queued")
     nodes = nodes_of(config.cluster)
-    ready = [node for node in nodes if node.state is NodeState.READY]
+    ready = [node for node in nodes if node.state == "ready"]
     num_workers = sum(node.num_accelerators for node in ready)
     node_workers = config.cluster.workers_per_node
     names = {node.name for node in nodes}
@@ -142,7 +142,7 @@ def nodes_of(config: PlanClusterConfig) -> tuple[NodeCapacity, ...]:
         num_accelerators = config.workers_per_node if node.num_accelerators is None else node.num_accelerators
         if num_accelerators < 0:
             raise ConfigError(f"cluster.nodes.{name}.num_accelerators={num_accelerators}: expected a number >= 0")
-        nodes[name] = NodeCapacity(name=name, num_accelerators=num_accelerators, state=NodeState(node.state))
+        nodes[name] = NodeCapacity(name=name, num_accelerators=num_accelerators, state=node.state)
     if not nodes:
         raise ConfigError(f"cluster.num_nodes={config.num_nodes}: expected at least 1, or nodes by name")
     return tuple(nodes.values())

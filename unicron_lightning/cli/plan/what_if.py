@@ -9,7 +9,7 @@ from unicron_lightning.cli.plan.command import EVENTS
 from unicron_lightning.cli.plan.situation import Situation
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.events import Event, NodesJoined, TaskFinished, TaskLaunched, WorkersLost
-from unicron_lightning.planner.placement.placer import NodeCapacity, NodeState, Placement
+from unicron_lightning.planner.placement.placer import NodeCapacity, Placement
 from unicron_lightning.planner.plan import Plan
 from unicron_lightning.planner.solver import solve
 
@@ -55,7 +55,7 @@ def what_if(situation: Situation, plan: Plan, placement: Placement, event: str, 
 
 
 def _node_loss(situation: Situation, placement: Placement, argument: str | None) -> Outcome:
-    ready = {node.name: node for node in situation.nodes if node.state is NodeState.READY}
+    ready = {node.name: node for node in situation.nodes if node.state == "ready"}
     name = argument
     if argument not in ready:
         on_nodes = placement.of_task(argument or "")
@@ -70,7 +70,7 @@ def _node_loss(situation: Situation, placement: Placement, argument: str | None)
     if node.num_accelerators == 0:
         raise ConfigError(f"--what-if node-loss {name}: the node has no accelerators")
     event = WorkersLost(num_workers=node.num_accelerators, by_task=tuple(lost.items()))
-    nodes = _replaced(situation.nodes, dataclasses.replace(node, state=NodeState.FAILED))
+    nodes = _replaced(situation.nodes, dataclasses.replace(node, state="failed"))
     held = ", ".join(f"{num} of {task}" for task, num in sorted(lost.items())) or "idle"
     return _after(dataclasses.replace(situation, nodes=nodes), event, f"{name} fails ({held})")
 
@@ -81,13 +81,13 @@ def _join(situation: Situation, argument: str | None) -> Outcome:
         name = next(f"new{index}" for index in range(len(names) + 1) if f"new{index}" not in names)
         node = NodeCapacity(name=name, num_accelerators=situation.state.node_workers)
     else:
-        away = {n.name: n for n in situation.nodes if n.state is not NodeState.READY}
+        away = {n.name: n for n in situation.nodes if n.state != "ready"}
         if argument not in away:
             raise ConfigError(
                 f"--what-if join {argument}: expected a node that is not ready ({', '.join(away) or 'none is'}), "
                 "or no name for a new one"
             )
-        node = dataclasses.replace(away[argument], state=NodeState.READY)
+        node = dataclasses.replace(away[argument], state="ready")
     if not 0 < node.num_accelerators <= situation.state.node_workers:
         raise ConfigError(
             f"--what-if join {node.name}: {node.num_accelerators} accelerators, "

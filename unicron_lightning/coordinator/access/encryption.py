@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from unicron_lightning.coordinator.config import ProcessConfig
+from unicron_lightning.coordinator.config.schema import ProcessConfig
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.tls import AUTO, fingerprint_of, load_pem
 

@@ -19,7 +19,7 @@ from unicron_lightning.coordinator.allocation.request import Competitor, Questio
 from unicron_lightning.coordinator.state import Cluster
 
 if TYPE_CHECKING:
-    from unicron_lightning.coordinator.config import PlannerConfig
+    from unicron_lightning.coordinator.config.schema import PlannerConfig
     from unicron_lightning.planner.events import Event
     from unicron_lightning.planner.performance.model import PerformanceModel
     from unicron_lightning.planner.plan import Plan

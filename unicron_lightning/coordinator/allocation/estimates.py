@@ -36,7 +36,7 @@ from unicron_lightning.coordinator.state import Task
 from unicron_lightning.jobs import Job
 
 if TYPE_CHECKING:
-    from unicron_lightning.coordinator.config import PlannerConfig
+    from unicron_lightning.coordinator.config.schema import PlannerConfig
     from unicron_lightning.planner.failures.model import FailureModel
     from unicron_lightning.planner.performance.calibrated import Measurement
     from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel

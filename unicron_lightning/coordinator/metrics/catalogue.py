@@ -31,13 +31,6 @@ class Metric:
     labels: tuple[str, ...] = ()
     meaning: str
 
-    @property
-    def queried(self) -> tuple[str, ...]:
-        """Names under which Prometheus stores its samples."""
-        if self.type == "histogram":
-            return (f"{self.name}_bucket", f"{self.name}_count", f"{self.name}_sum")
-        return (self.name,)
-
 
 def _metric(kind: Literal["counter", "gauge", "histogram"], name: str, labels: str, meaning: str) -> Metric:
     return Metric(name=name, type=kind, labels=tuple(labels.split()), meaning=meaning)

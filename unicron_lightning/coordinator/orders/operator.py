@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.actions import Turn
-from unicron_lightning.coordinator.config import CoordinatorConfig
+from unicron_lightning.coordinator.config.schema import CoordinatorConfig
 from unicron_lightning.coordinator.orders.jobs import refusal, result_of
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.state import Cluster, Lasting

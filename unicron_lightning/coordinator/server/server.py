@@ -38,7 +38,7 @@ from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.coordinator.api.dashboard import Dashboard
 from unicron_lightning.coordinator.api.routes import Api
 from unicron_lightning.coordinator.api.scrape import Scrape
-from unicron_lightning.coordinator.config import CoordinatorConfig
+from unicron_lightning.coordinator.config.schema import CoordinatorConfig
 from unicron_lightning.coordinator.dashboard.visitors import Visitors
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.membership.registration import registered

@@ -13,11 +13,11 @@ Workers that should share a node (a replica, or a tensor-parallel group) are not
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from unicron_lightning.planner.placement.assignment import Place, assign
 
@@ -25,13 +25,8 @@ Accelerators = Mapping[str, Mapping[str, int]]
 """node -> task -> number of accelerators"""
 
 
-class NodeState(enum.Enum):
-    """State of a node. Tasks are placed on ready nodes only and have to leave the others."""
-
-    READY = "ready"
-    FAILED = "failed"
-    DRAINING = "draining"
-    CORDONED = "cordoned"
+NodeState = Literal["ready", "failed", "draining", "cordoned"]
+"""Tasks are placed on ready nodes only and have to leave the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +41,7 @@ class NodeCapacity:
 
     name: str
     num_accelerators: int
-    state: NodeState = NodeState.READY
+    state: NodeState = "ready"
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -130,7 +125,7 @@ def place(nodes: Sequence[NodeCapacity], demands: Sequence[Demand], running: Acc
             accelerators than are available.
     """
     _check(nodes, demands, running)
-    ready = [node for node in nodes if node.state is NodeState.READY]
+    ready = [node for node in nodes if node.state == "ready"]
     tasks = tuple(sorted(demand.task for demand in demands))
     places: list[Place] = []
     before: dict[str, str] = {}
@@ -166,13 +161,13 @@ def _check(nodes: Sequence[NodeCapacity], demands: Sequence[Demand], running: Ac
             raise ValueError(
                 f"node {node.name!r}: {accelerators[wrong[0]]} accelerators of {wrong[0]!r} run: expected 0 or more"
             )
-        if node.state is NodeState.READY and sum(accelerators.values()) > node.num_accelerators:
+        if node.state == "ready" and sum(accelerators.values()) > node.num_accelerators:
             raise ValueError(
                 f"node {node.name!r}: {sum(accelerators.values())} accelerators run on it, "
                 f"expected at most its {node.num_accelerators}"
             )
     wanted = sum(demand.num_workers for demand in demands)
-    there = sum(node.num_accelerators for node in nodes if node.state is NodeState.READY)
+    there = sum(node.num_accelerators for node in nodes if node.state == "ready")
     if wanted > there:
         raise ValueError(f"the tasks get {wanted} workers: expected at most the {there} accelerators of ready nodes")
 

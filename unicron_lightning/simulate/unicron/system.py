@@ -12,7 +12,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation import estimates
 from unicron_lightning.coordinator.allocation.answers import Knowledge, allocation_of, keep, state_of
 from unicron_lightning.coordinator.allocation.request import Question
-from unicron_lightning.coordinator.config import PlannerConfig
+from unicron_lightning.coordinator.config.schema import PlannerConfig
 from unicron_lightning.coordinator.incidents.facts import LifeBegun
 from unicron_lightning.coordinator.state import Cluster
 from unicron_lightning.jobs import Job, stating
