@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from unicron_lightning.coordinator.incidents.facts import (
@@ -116,5 +116,5 @@ def test_other_events_and_incomplete_ones_are_no_facts(name: str) -> None:
 
 
 def test_what_explains_a_broken_connection() -> None:
-    facts = (death("exit"), death("sibling"), LOSS, ERROR, replace(ERROR, ends=True), GRANT, None)
+    facts = (death("exit"), death("sibling"), LOSS, ERROR, msgspec.structs.replace(ERROR, ends=True), GRANT, None)
     assert [explains(fact) for fact in facts] == [True, False, True, False, True, False, False]

@@ -8,7 +8,6 @@ the functions below, for all accounts: the coordinator's, the callbacks' and the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -32,8 +31,7 @@ _OF_WORKERS: Final = "worker."
 """Prefix of the names in the log of events that workers report."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fact:
+class Fact(msgspec.Struct, frozen=True, kw_only=True):
     """An event of the log."""
 
     event: ClassVar[str]
@@ -44,19 +42,18 @@ class Fact:
     @property
     def entry(self) -> dict[str, Any]:
         """The fields in the log."""
-        entry = {each.name: getattr(self, each.name) for each in fields(self)}
+        entry = msgspec.structs.asdict(self)
         return {name: value for name, value in entry.items() if value or name not in self.omitted}
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> Self | None:
         """Return the fact with these fields in the log; None if a field is missing."""
-        if any(each.default is MISSING and each.name not in entry for each in fields(cls)):
+        if any(each.required and each.name not in entry for each in msgspec.structs.fields(cls)):
             return None
-        return cls(**{each.name: entry[each.name] for each in fields(cls) if each.name in entry})
+        return cls(**{name: entry[name] for name in cls.__struct_fields__ if name in entry})
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerDeath(Fact):
+class WorkerDeath(Fact, frozen=True, kw_only=True):
     """A worker's process has ended by a failure."""
 
     event, omitted = "worker_died", ("meaning",)
@@ -68,8 +65,7 @@ class WorkerDeath(Fact):
     meaning: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentLoss(Fact):
+class AgentLoss(Fact, frozen=True, kw_only=True):
     """An agent did not return in time."""
 
     event = "agent_lost"
@@ -79,8 +75,7 @@ class AgentLoss(Fact):
     silent: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ErrorFact(Fact):
+class ErrorFact(Fact, frozen=True, kw_only=True):
     """An error was reported, or found by the coordinator itself, which then names no place."""
 
     event, omitted = "error_reported", ("told_as", "symptom")
@@ -104,8 +99,7 @@ class ErrorFact(Fact):
     """Whether another failure has caused it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BrokenConnection(Fact):
+class BrokenConnection(Fact, frozen=True, kw_only=True):
     """A worker reports a failed collective; the failure that explains it follows, or the connection is rebuilt."""
 
     event = "comm_error"
@@ -114,8 +108,7 @@ class BrokenConnection(Fact):
     error: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochPublished(Fact):
+class EpochPublished(Fact, frozen=True, kw_only=True):
     """An epoch was published."""
 
     event = "epoch_published"
@@ -125,8 +118,7 @@ class EpochPublished(Fact):
     members: list[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochSettled(Fact):
+class EpochSettled(Fact, frozen=True, kw_only=True):
     """All members have reported for an epoch."""
 
     event = "epoch_settled"
@@ -134,8 +126,7 @@ class EpochSettled(Fact):
     kind: wire.EpochKind
 
 
-@dataclass(frozen=True, kw_only=True)
-class FirstStep(Fact):
+class FirstStep(Fact, frozen=True, kw_only=True):
     """A worker has finished its first step in an epoch. The log has its whole report, under the report's name."""
 
     event = "worker.first_step"
@@ -168,8 +159,7 @@ class FirstStep(Fact):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlotGrant(Fact):
+class SlotGrant(Fact, frozen=True, kw_only=True):
     """An agent was granted a slot."""
 
     event = "slot_granted"
@@ -180,8 +170,7 @@ class SlotGrant(Fact):
     group_world: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class LifeBegun(Fact):
+class LifeBegun(Fact, frozen=True, kw_only=True):
     """The task starts a new life, from the agents' memory or a checkpoint.
 
     Attributes:
@@ -196,8 +185,7 @@ class LifeBegun(Fact):
     memory: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskEnd(Fact):
+class TaskEnd(Fact, frozen=True, kw_only=True):
     """The task is over."""
 
     event = "task_over"
@@ -207,8 +195,7 @@ class TaskEnd(Fact):
     epoch: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class IncidentClosed(Fact):
+class IncidentClosed(Fact, frozen=True, kw_only=True):
     """An incident is over."""
 
     event = "incident_closed"

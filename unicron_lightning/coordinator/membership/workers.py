@@ -7,8 +7,9 @@ record (dead, fenced, of an earlier round or life) and still sends messages is f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Final
+
+import msgspec
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import lifecycle
@@ -224,7 +225,7 @@ def died(
             if cause == REPORTED and worker.id in task.established:
                 task.ending.append(worker.id)
             remove_worker(task, worker)
-            death = replace(death, cause=cause, code=code, died_at=at, meaning=meaning)
+            death = msgspec.structs.replace(death, cause=cause, code=code, died_at=at, meaning=meaning)
         else:
             expel(task, turn, worker, f"{workers[0].id} of the same agent died")
         turn.log(task, death)
