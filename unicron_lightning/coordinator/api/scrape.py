@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from typing import Final
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
+from unicron_lightning import __version__
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.metrics.exposition import Process, encoded, families
 from unicron_lightning.coordinator.metrics.meters import Meters
+
+if TYPE_CHECKING:
+    from unicron_lightning.coordinator.server.server import Server
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +29,12 @@ class Scrape:
     """The metrics of one server, in its event loop.
 
     Args:
-        machine: returns the machine.
-        now: returns the machine's time.
-        process: describes the process.
+        shell: the server.
     """
 
-    def __init__(
-        self, machine: Callable[[], Machine], now: Callable[[], float], process: Callable[[], Process]
-    ) -> None:
+    def __init__(self, shell: Server) -> None:
         self.meters = Meters()
-        self._machine = machine
-        self._now = now
-        self._process = process
+        self._shell = shell
         self._timer: asyncio.TimerHandle | None = None
         self._broken = False
 
@@ -55,7 +52,7 @@ class Scrape:
         if self._broken:
             return
         try:
-            self.meters.observe(event, actions, self._machine().cluster, now)
+            self.meters.observe(event, actions, self._shell.machine.cluster, now)
         except Exception:
             # Supervisor boundary, see the module's description.
             logger.exception("metrics_broken")
@@ -74,9 +71,12 @@ class Scrape:
         """Answer a scrape; texts are encoded in another thread, since those of a thousand nodes take 0.1 s."""
         if self._broken:
             return web.json_response({"error": "the metrics have failed, see the coordinator's log"}, status=500)
-        cluster = self._machine().cluster
-        self.meters.review(cluster, self._now())
-        found = families(self.meters, cluster, self._process())
+        shell, cluster = self._shell, self._shell.machine.cluster
+        self.meters.review(cluster, shell.now())
+        process = Process(
+            version=str(__version__), started_at=shell.started_at, store_failing=shell.store_error is not None
+        )
+        found = families(self.meters, cluster, process)
         body, content_type = await asyncio.to_thread(encoded, found, request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
 

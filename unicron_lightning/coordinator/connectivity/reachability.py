@@ -137,26 +137,24 @@ def _pairs(nodes: Sequence[str], away: Mapping[str, set[str]]) -> set[Pair]:
     return {frozenset((node, other)) for node in nodes for other in away[node]}
 
 
-def _maximal(nodes: Sequence[str], away: Mapping[str, set[str]]) -> Iterator[list[str]]:
+def _maximal(
+    possible: Sequence[str], away: Mapping[str, set[str]], chosen: Sequence[str] = (), done: Sequence[str] = ()
+) -> Iterator[list[str]]:
     """Yield each mutually reachable set that no further node fits into, in a deterministic order.
 
     Uses the algorithm of Bron and Kerbosch.
+
+    Args:
+        possible: nodes that reach all chosen ones.
+        away: nodes that do not reach each node.
+        chosen: nodes of the sets to find.
+        done: further nodes that reach all chosen ones; the sets with these were found before.
     """
-    stack: list[tuple[list[str], list[str], list[str]]] = [([], list(nodes), [])]
-    while stack:
-        chosen, possible, done = stack.pop()
-        if not possible and not done:
-            yield chosen
-            continue
-        if not possible:
-            continue
-        pivot = min((*possible, *done), key=lambda node: sum(other in away[node] for other in possible))
-        branches = [node for node in possible if node in away[pivot] or node == pivot]
-        further = []
-        for node in branches:
-            fitting = [other for other in possible if other != node and other not in away[node]]
-            excluded = [other for other in done if other not in away[node]]
-            further.append(([*chosen, node], fitting, excluded))
-            possible = [other for other in possible if other != node]
-            done = [*done, node]
-        stack.extend(reversed(further))
+    if not possible:
+        yield from [] if done else [[*chosen]]
+        return
+    pivot = min((*possible, *done), key=lambda node: sum(other in away[node] for other in possible))
+    for node in [node for node in possible if node in away[pivot] or node == pivot]:
+        fitting = [other for other in possible if other != node and other not in away[node]]
+        yield from _maximal(fitting, away, (*chosen, node), [other for other in done if other not in away[node]])
+        possible, done = [other for other in possible if other != node], [*done, node]

@@ -42,7 +42,6 @@ from unicron_lightning.coordinator.config.schema import CoordinatorConfig
 from unicron_lightning.coordinator.dashboard.visitors import Visitors
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.membership.registration import registered
-from unicron_lightning.coordinator.metrics.exposition import Process
 from unicron_lightning.coordinator.orders.operator import inputs_at_start
 from unicron_lightning.coordinator.server import malformed
 from unicron_lightning.coordinator.server.direct import DirectWebSocket
@@ -131,7 +130,7 @@ class Server:
         self.started_at = time.time()
         own = config.coordinator
         self._hook = Hook(own.hook, own.hook_events, own.hook_seconds)
-        self._scrape = Scrape(lambda: self.machine, self.now, self._process)
+        self._scrape = Scrape(self)
         self._dashboard = Dashboard(self, self._guard.visitors, secure=certificate is not None)
         self._saving = Saving(self.store, lambda: self.machine, self._send_held, self._scrape.wrote)
 
@@ -421,9 +420,6 @@ class Server:
     def goodput(self, task: str) -> float | None:
         """Return the productive share of a task's time; None if unknown."""
         return self._scrape.goodput(task)
-
-    def _process(self) -> Process:
-        return Process(version=str(__version__), started_at=self.started_at, store_failing=self.store_error is not None)
 
     def _announce(self) -> None:
         path = self.state_dir / RECORD
