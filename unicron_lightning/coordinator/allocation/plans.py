@@ -30,7 +30,7 @@ from unicron_lightning.coordinator.allocation.places import (
     usable_places,
 )
 from unicron_lightning.coordinator.allocation.request import Competitor, Question
-from unicron_lightning.coordinator.membership.epochs import keep_running, pause
+from unicron_lightning.coordinator.membership.epochs import keep_running, save_and_stop
 from unicron_lightning.coordinator.membership.replicas import keep_together, worth
 from unicron_lightning.coordinator.state import Agent, Cluster, Task, has_multiple
 from unicron_lightning.planner.placement.assignment import assign
@@ -119,8 +119,8 @@ def _put_in_force(
     for task in competing_tasks(cluster):
         if counts[task.id]:
             keep_running(task, turn)
-        elif task.formed and not task.finishing:
-            pause(task, turn)
+        elif task.formed and not (task.finishing or task.pausing):
+            save_and_stop(task, turn, "plan")
 
 
 def _keep_standing(cluster: Cluster, turn: Turn, places: Places) -> None:

@@ -225,12 +225,6 @@ def _dismiss(task: Task, turn: Turn, agent_id: str, reason: str | None = None) -
     revoke(task, turn, agent, reason or turn.why_without_workers(agent), needed=needed)
 
 
-def pause(task: Task, turn: Turn) -> None:
-    """Pause the task because the plan gives it no place: now, or once its members have written a checkpoint."""
-    if not task.pausing:
-        save_and_stop(task, turn, "plan")
-
-
 def save_and_stop(task: Task, turn: Turn, reason: PauseReason) -> None:
     """Stop the task once its members have written a checkpoint; now, if no worker has a state to save."""
     task.pause_reason = reason
@@ -312,15 +306,11 @@ def _resize(task: Task, turn: Turn) -> None:
     """Plan the change for the next step boundary, if one is due: a pause, another layout, a leave or a join."""
     if task.finishing:
         return
-    if task.pausing:
-        if task.epoch is not None and task.epoch.kind != "pause":
+    if task.pausing or relayout.due(task):
+        kind: wire.EpochKind = "pause" if task.pausing else "relayout"
+        if task.epoch is not None and task.epoch.kind != kind:
             task.incident = None
-            publish(task, turn, "pause", task.members())
-        return  # or they are writing the checkpoint
-    if relayout.due(task):
-        if task.epoch is not None and task.epoch.kind != "relayout":
-            task.incident = None
-            publish(task, turn, "relayout", task.members())
+            publish(task, turn, kind, task.members())
         return  # or they are writing the checkpoint
     members, away = task.members(), bearable(task, leaving(task, turn))
     staying = members

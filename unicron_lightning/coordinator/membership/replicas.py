@@ -23,10 +23,10 @@ from unicron_lightning.coordinator.state import Agent, Task
 
 def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> None:
     """Record the number of workers of a replica, as a worker reports it."""
-    workers = relayout.granularity(task, message.granularity)
-    if workers is None:
+    if message.granularity is None:
         return
-    nodes = relayout.nodes_of(agent, workers)
+    in_force = task.layouts.in_force  # the number is that of the script's own layout
+    nodes = relayout.nodes_of(agent, message.granularity if in_force is None else in_force.workers)
     if nodes != task.replica_nodes:
         task.replica_nodes = nodes
         turn.places_changed = True

@@ -113,12 +113,6 @@ def stepped(task: Task, turn: Turn) -> None:
         turn.save(task)
 
 
-def granularity(task: Task, reported: int | None) -> int | None:
-    """Return the workers of a replica in this life, given the number reported for the script's layout."""
-    in_force = task.layouts.in_force
-    return reported if reported is None or in_force is None else in_force.workers
-
-
 def nodes_of(agent: Agent, workers: int) -> int:
     """Return the number of nodes like an agent's that one replica, or several together, occupy."""
     own = agent.local_world or 1
