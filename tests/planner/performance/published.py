@@ -420,7 +420,7 @@ def searched(run: ScalingRun | PublishedRun, scaling_loss: float = SCALING_LOSS)
     model = TransformerModel(
         shape=run.shape, cluster=run.cluster, global_batch_size=run.global_batch_size, scaling_loss=scaling_loss
     )
-    return model.step_seconds(run.num_workers)
+    return model.step_flops / model.throughput(run.num_workers)
 
 
 # Korthikanti et al. 2022, table 4: milliseconds of one layer of the 22B model, b = 4, t = 8: (recipe, recomputation,

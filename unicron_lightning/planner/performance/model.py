@@ -62,11 +62,6 @@ class ParallelConfiguration:
         """Computing workers: TP x PP x DP. Fewer than the task has if it leaves some idle."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
-    @property
-    def global_batch_size(self) -> int:
-        """Samples per optimizer step."""
-        return self.data_parallel * self.num_micro_batches * self.micro_batch_size
-
 
 @runtime_checkable
 class PerformanceModel(Protocol):

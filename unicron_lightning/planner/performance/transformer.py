@@ -76,11 +76,6 @@ class TransformerModel:
         index = self._index(num_workers)
         return None if index is None else self._best.layouts.configuration(index, int(self._best.memory_bytes[index]))
 
-    def step_seconds(self, num_workers: int) -> float:
-        """Duration of an optimizer step on ``num_workers``; inf where the task cannot run."""
-        index = self._index(num_workers)
-        return math.inf if index is None else float(self._best.step_seconds[index])
-
     def uncertainty(self, num_workers: int) -> float:
         check_num_workers(num_workers)
         return RELATIVE_ERROR
