@@ -92,7 +92,7 @@ async def test_orders_are_confirmed_and_names_are_no_markup(tmp_path):
     )  # fmt: skip
     async with serving(world, tmp_path) as shell, page_of() as (page, errors):
         shell.store.write(
-            save=[], forget=[], events=[_new(event, world.now) for event in world.events if event.task == "t"]
+            save=[], forget=[], events=[(world.now, event) for event in world.events if event.task == "t"]
         )
         await enter(page, shell)
         assert "code" not in page.url
@@ -140,12 +140,6 @@ async def test_faults_are_offered_where_they_are_allowed(allowed, tmp_path):
             await page.wait_for_selector("#toast:not([hidden])")
             assert [type(order) for order in shell.orders] == [ev.InjectFault]
         assert errors == []
-
-
-def _new(event: ev.Emit, at: float) -> Any:
-    from unicron_lightning.coordinator.storage.store import NewEvent
-
-    return NewEvent(at=at, name=event.name, task=event.task, incident=event.incident, fields=event.fields)
 
 
 async def test_an_open_dialog_follows_its_task_to_the_end(tmp_path):

@@ -11,8 +11,9 @@ import pytest
 from coordinator.shell import get
 from coordinator.storage.test_saving import post, serving
 
+from unicron_lightning.coordinator.events import Emit
 from unicron_lightning.coordinator.storage.event_log import MOST_FIELD_BYTES, PAGE_BYTES, EventLog, encoded
-from unicron_lightning.coordinator.storage.store import NewEvent, Store
+from unicron_lightning.coordinator.storage.store import Store
 
 
 @pytest.fixture
@@ -21,8 +22,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-def events(number: int, **fields: object) -> list[NewEvent]:
-    return [NewEvent(at=1.0, name="e", task=None, incident=None, fields=dict(fields)) for _ in range(number)]
+def events(number: int, **fields: object) -> list[tuple[float, Emit]]:
+    return [(1.0, Emit(name="e", task=None, incident=None, fields=dict(fields))) for _ in range(number)]
 
 
 def test_large_fields_are_cut_with_a_mark() -> None:

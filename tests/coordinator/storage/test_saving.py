@@ -257,7 +257,7 @@ def test_what_is_kept_is_bounded() -> None:
     batch = emitting("first")
     for number in range(MOST_UNWRITTEN_EVENTS):
         batch.follow(emitting(f"e{number}"))
-    assert (len(batch._news), batch._news[0].name) == (MOST_UNWRITTEN_EVENTS, "e0")
+    assert (len(batch._news), batch._news[0][1].name) == (MOST_UNWRITTEN_EVENTS, "e0")
 
 
 def test_a_large_event_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from coordinator.shell import Coordinator, get
 
+from unicron_lightning.coordinator.events import Emit
 from unicron_lightning.coordinator.storage.database import StoreUnusable
-from unicron_lightning.coordinator.storage.store import NewEvent, Store
+from unicron_lightning.coordinator.storage.store import Store
 
 
 @contextmanager
@@ -28,8 +29,8 @@ def fill(folder: Path, number: int = 2000) -> None:
         store.write(save=(), forget=(), events=[event(f"e{n}") for n in range(number)])
 
 
-def event(name: str) -> NewEvent:
-    return NewEvent(at=1.0, name=name, task=None, incident=None, fields={"text": "x" * 50})
+def event(name: str) -> tuple[float, Emit]:
+    return 1.0, Emit(name=name, task=None, incident=None, fields={"text": "x" * 50})
 
 
 def garbage(path: Path) -> None:

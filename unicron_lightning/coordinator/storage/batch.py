@@ -18,7 +18,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.server.session import frame_of
-from unicron_lightning.coordinator.storage.store import NewEvent, Store
+from unicron_lightning.coordinator.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Batch:
         self._changed: set[str] = set()
         self._gone: set[str] = set()
         self._lasting = False
-        self._news: list[NewEvent] = []
+        self._news: list[tuple[float, ev.Emit]] = []
 
     def add(self, now: float, actions: list[ev.Action]) -> None:
         """Add an answer given at time.time() ``now``."""
@@ -51,12 +51,12 @@ class Batch:
                     self._gone.add(task)
                 case ev.SaveLasting():
                     self._lasting = True
-                case ev.Emit(name=name, task=of, incident=incident, fields=fields):
-                    self._news.append(NewEvent(at=now, name=name, task=of, incident=incident, fields=fields))
-                    text = str(fields)
+                case ev.Emit():
+                    self._news.append((now, action))
+                    text = str(action.fields)
                     if len(text) > MOST_LOGGED_CHARACTERS:
                         text = f"{text[:MOST_LOGGED_CHARACTERS]}... (cut, {len(text)} characters)"
-                    logger.info("%s task=%s incident=%s %s", name, of, incident, text)
+                    logger.info("%s task=%s incident=%s %s", action.name, action.task, action.incident, text)
 
     def withhold(self, tasks: Container[str], conns: Container[int]) -> None:
         """Discard changes of these tasks and messages for these connections, because the tasks are set back."""

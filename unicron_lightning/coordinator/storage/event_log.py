@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from unicron_lightning.coordinator import state
+from unicron_lightning.coordinator.events import Emit
 
 MOST_FIELD_BYTES: Final = 16 << 10
 """Limit of the encoded fields of one event."""
@@ -57,12 +58,12 @@ class EventLog:
         self.held: tuple[int, int] = (found[0], found[1])
         """Events and bytes in the table; a caller that rolls a transaction back restores it."""
 
-    def append(self, at: float, name: str, task: str | None, incident: str | None, fields: dict[str, Any]) -> None:
+    def append(self, at: float, event: Emit) -> None:
         """Append an event, within the caller's transaction."""
-        text = encoded(fields)
+        text = encoded(event.fields)
         self._db.execute(
             "INSERT INTO events (at, name, task, incident, fields) VALUES (?, ?, ?, ?, ?)",
-            (at, name, task, incident, text),
+            (at, event.name, event.task, event.incident, text),
         )
         number, size = self.held
         self.held = number + 1, size + len(text)

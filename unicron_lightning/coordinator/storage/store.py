@@ -21,6 +21,7 @@ import msgspec
 from typing_extensions import override
 
 from unicron_lightning.coordinator import state
+from unicron_lightning.coordinator.events import Emit
 from unicron_lightning.coordinator.storage.database import StoreUnusable, open_database
 from unicron_lightning.coordinator.storage.event_log import EVENT_BYTES_KEPT, EventLog
 from unicron_lightning.errors import ConfigError
@@ -36,16 +37,6 @@ class LoggedEvent(TypedDict):
     """An entry of the event log; ``at`` is the coordinator's time.time()."""
 
     seq: int
-    at: float
-    name: str
-    task: str | None
-    incident: str | None
-    fields: dict[str, Any]
-
-
-class NewEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event to be logged."""
-
     at: float
     name: str
     task: str | None
@@ -168,9 +159,8 @@ class Store(StoredState):
             self._db.execute("DELETE FROM lasting")
         else:
             self._db.execute("DELETE FROM tasks WHERE id = ?", (task_id,))
-        self._db.execute(
-            "INSERT INTO events (at, name, task, incident, fields) VALUES (?, 'state_unreadable', ?, NULL, ?)",
-            (time.time(), task_id, state.encode({"error": reason}).decode()),
+        self._log.append(
+            time.time(), Emit(name="state_unreadable", task=task_id, incident=None, fields={"error": reason})
         )
         self._db.execute("COMMIT")
 
@@ -179,10 +169,12 @@ class Store(StoredState):
         *,
         save: Iterable[state.Task],
         forget: Iterable[str],
-        events: Iterable[NewEvent],
+        events: Iterable[tuple[float, Emit]],
         lasting: state.Lasting | None = None,
     ) -> None:
         """Write everything in one transaction; ``lasting`` replaces the stored value unless it is None.
+
+        ``events`` come with their time.time().
 
         Raises:
             sqlite3.Error: e.g. the disk is full.
@@ -202,8 +194,8 @@ class Store(StoredState):
                     "INSERT INTO lasting VALUES (1, ?) ON CONFLICT (only) DO UPDATE SET state = excluded.state",
                     (state.encode(lasting),),
                 )
-            for event in events:
-                self._log.append(event.at, event.name, event.task, event.incident, event.fields)
+            for at, event in events:
+                self._log.append(at, event)
             self._log.prune()
             self._db.execute("COMMIT")
         except sqlite3.Error:
