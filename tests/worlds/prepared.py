@@ -37,9 +37,10 @@ import torch
 import torch.distributed.run
 from lightning.fabric.utilities import rank_zero
 
-import unicron_lightning.agent.handler
 import unicron_lightning.strategies.unicron  # noqa: F401
 from unicron_lightning import autoload
+from unicron_lightning.agent.agent import AgentThread
+from unicron_lightning.agent.handler import UnicronRendezvousHandler
 from unicron_lightning.agent.workers.forked import ForkedWorker, PreparedStarts
 from unicron_lightning.parent_death import tie_to
 from unicron_lightning.prepared import becoming, parent, shown
@@ -166,7 +167,16 @@ def _fork_workers_from_here(report: bytes, changes: Mapping[str, str | None]) ->
         sys.exit()  # a worker ends as it does in use
     theirs.close()
     prepared = ForkedWorker([str(parent.__file__)], pid)
+    usual = UnicronRendezvousHandler._prepare_environment
+
+    def prepare_environment(self: UnicronRendezvousHandler, agent: AgentThread, number: int) -> None:
+        """Fork the first workers, too, which cannot report what their scripts set before they import."""
+        usual(self, agent, number)
+        if self._options.prepare and self._prepared is None:
+            self._prepare(agent)
+
     PreparedStarts._begin = lambda self: (prepared, ours)  # type: ignore[method-assign]
+    UnicronRendezvousHandler._prepare_environment = prepare_environment  # type: ignore[method-assign]
 
 
 def _imports() -> None:
