@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import stat
+import sys
 import tempfile
 import threading
 import time
@@ -261,18 +262,11 @@ def lean_processes() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def torchruns(lean_processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let clusters of tests fork their agents and workers, which import nothing then; not if UNICRON_TEST_FORKS=0."""
-    if os.environ.get("UNICRON_TEST_FORKS") == "0":
-        yield
-        return
-    from worlds.torchruns import TORCHRUNS, Torchruns
-
-    started = Torchruns(tmp_path_factory.mktemp("torchruns"))
-    TORCHRUNS.append(started)
+def torchruns(lean_processes: None) -> Iterator[None]:
+    """End the processes from which clusters of tests have forked their agents and workers, if there are any."""
     yield
-    TORCHRUNS.clear()
-    started.close()
+    if (module := sys.modules.get("worlds.torchruns")) is not None:
+        module.close()
 
 
 @pytest.fixture

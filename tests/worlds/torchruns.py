@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
@@ -148,6 +149,7 @@ class Torchruns:
     def close(self) -> None:
         """End the prepared processes, and with them all others."""
         self._stack.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _at_import(environment: Mapping[str, str]) -> dict[str, str]:
@@ -156,13 +158,29 @@ def _at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in READ_LATER | later}
 
 
-TORCHRUNS: list[Torchruns] = []
-"""That of this session; empty: all processes are started in the ordinary way."""
+_of_session: list[Torchruns] = []
+"""At most one."""
+
+
+def close() -> None:
+    """End what this session has prepared."""
+    while _of_session:
+        _of_session.pop().close()
+
+
+def _forked(words: Sequence[str], environment: Mapping[str, str], folder: Path, output: IO[Any]) -> Any:
+    """Start torchrun; return its process, or None if it must be started in the ordinary way."""
+    if os.environ.get("UNICRON_TEST_FORKS") == "0":
+        return None
+    if not _of_session:
+        _of_session.append(Torchruns(Path(tempfile.mkdtemp(prefix="torchruns-"))))
+        atexit.register(close)
+    return _of_session[0].start(words, environment, folder, output)
 
 
 def start_torchrun(words: Sequence[str], environment: Mapping[str, str], folder: Path, output: IO[Any]) -> Any:
     """Start torchrun, forked if possible; return its process."""
-    process = TORCHRUNS[0].start(words, environment, folder, output) if TORCHRUNS else None
+    process = _forked(words, environment, folder, output)
     if process is None:
         command = [sys.executable, "-m", TORCHRUN, *words]
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
@@ -175,10 +193,10 @@ class ForkingProcesses(Processes):
     def start(self, name: str, command: Sequence[str | Path], **environment: str) -> subprocess.Popen[bytes]:
         words = [str(word) for word in command]
         variables = {**self.environment, **environment}
-        if TORCHRUNS and TORCHRUN in words[:5]:
+        if TORCHRUN in words[:5]:
             with open(self.log(name), "ab", opener=open_private) as output:
                 arguments = words[words.index(TORCHRUN) + 1 :]
-                process = TORCHRUNS[0].start(arguments, variables, self._directory or Path.cwd(), output)
+                process = _forked(arguments, variables, self._directory or Path.cwd(), output)
             if process is not None:
                 return self._has_started(name, process)
         return super().start(name, command, **environment)
