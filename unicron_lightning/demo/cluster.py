@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from unicron_lightning import environ
 from unicron_lightning.demo.proof import Line
 from unicron_lightning.errors import CoordinatorUnavailable
 from unicron_lightning.local_cluster.cluster import LocalCluster
@@ -105,7 +106,9 @@ class SharedNodes(LocalCluster):
     """
 
     def __init__(self, out: Path, nodes: int) -> None:
-        super().__init__(nodes=nodes, environment=ENVIRONMENT, folder=out)
+        # The nodes share this machine's processors: imports of their prepared processes would slow the tasks whose
+        # throughput the planner measures.
+        super().__init__(nodes=nodes, environment={**ENVIRONMENT, environ.PREPARE: "0"}, folder=out)
         self._diaries: dict[str, Diary] = {}
 
     # ---- actions
