@@ -65,10 +65,10 @@ def hello(cluster: Cluster, turn: Turn, conn: int, message: NodeHello) -> None:
 
 def report(turn: Turn, node: Node, message: NodeReport) -> None:
     """Handle a daemon's report of the agents it runs."""
-    before = {_key(each): each for each in node.tasks}
+    before = {key_of(each): each for each in node.tasks}
     tasks = [each for each in message.tasks if problem(each.job) is None]
     for each in tasks:
-        known = before.get(_key(each))
+        known = before.get(key_of(each))
         if each.pid is None and each.code is not None and (known is None or known.pid is not None):
             fields = {"node": node.label, "slot": each.slot, "code": each.code, "starts": each.starts}
             turn.emit_of_cluster("launch_ended", of=each.job.name, **fields, reason=each.reason)
@@ -231,20 +231,20 @@ def _is_told(cluster: Cluster, node: Node) -> bool:
 
 def _wanted(cluster: Cluster, node: Node) -> list[Launch]:
     lasting = cluster.lasting
-    runs = {_key(each) for each in node.tasks if each.pid is not None}
+    runs = {key_of(each) for each in node.tasks if each.pid is not None}
     wanted: list[Launch] = []
     for launch in node.launches:
         job = launch.job
         if lasting.jobs.get(job.name) == job:
             wanted.append(launch)
-        elif _succeeded(cluster, job) and _key(launch) in runs:
+        elif _succeeded(cluster, job) and key_of(launch) in runs:
             wanted.append(Launch(job=job, slot=launch.slot, ending=True))
-    have = {_key(launch) for launch in wanted}
+    have = {key_of(launch) for launch in wanted}
     for slot in node.slots:
         assigned = lasting.jobs.get(lasting.assigned.get(f"{node.label}/{slot}", ""))
         if assigned is not None:
             launch = Launch(job=assigned, slot=slot)
-            if _key(launch) not in have:
+            if key_of(launch) not in have:
                 wanted.append(launch)
     return wanted
 
@@ -254,7 +254,8 @@ def _succeeded(cluster: Cluster, job: Job) -> bool:
     return result is not None and result.submitted_at == job.submitted_at and result.state == "succeeded"
 
 
-def _key(each: NodeTask | Launch) -> tuple[str, float, str]:
+def key_of(each: NodeTask | Launch) -> tuple[str, float, str]:
+    """Return what identifies an agent that a daemon runs, or is to run."""
     return each.job.name, each.job.submitted_at, each.slot
 
 

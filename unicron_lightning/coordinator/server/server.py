@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from unicron_lightning import __version__, wire
@@ -41,6 +42,7 @@ from unicron_lightning.coordinator.api.scrape import Scrape
 from unicron_lightning.coordinator.config.schema import CoordinatorConfig
 from unicron_lightning.coordinator.dashboard.visitors import Visitors
 from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.membership.daemons import key_of
 from unicron_lightning.coordinator.membership.registration import registered
 from unicron_lightning.coordinator.orders.operator import inputs_at_start
 from unicron_lightning.coordinator.server import malformed
@@ -449,7 +451,7 @@ class Server:
             return
         here = {"127.0.0.1", "::1", "localhost", socket.gethostname()}
         awaited = [agent for task in self.machine.tasks.values() if task.restoring for agent in task.agents.values()]
-        ended = tuple(a.id for a in awaited if a.conn is None and a.host in here and not _exists(a.pid))
+        ended = tuple(a.id for a in awaited if a.conn is None and a.host in here and not psutil.pid_exists(a.pid))
         if ended:
             self.apply(ev.AgentsEnded(agents=ended))
         if any(task.restoring for task in self.machine.tasks.values()) and not self._stop.is_set():
@@ -460,16 +462,6 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[[ev.Planned], None
     """Call a function in the loop from another thread; do nothing if the loop has ended meanwhile."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, answer)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 class NodeOrders:
@@ -499,11 +491,11 @@ class NodeOrders:
         """
         self._held.pop(conn, None)
         if not durable:
-            wanted = {(launch.job.name, launch.job.submitted_at, launch.slot) for launch in order.launches}
+            wanted = {key_of(launch) for launch in order.launches}
             gone = [
                 Launch(job=launch.job, slot=launch.slot, ending=True)
                 for launch in self._sent.get(conn, [])
-                if (launch.job.name, launch.job.submitted_at, launch.slot) not in wanted
+                if key_of(launch) not in wanted
             ]
             if gone:
                 self._held[conn] = order
