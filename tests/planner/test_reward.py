@@ -10,17 +10,10 @@ from planner.situations import Given, cluster, task
 
 from unicron_lightning.planner.performance.model import SublinearModel
 from unicron_lightning.planner.plan import Plan
-from unicron_lightning.planner.reward import Curve, reward
+from unicron_lightning.planner.reward import Curve
 from unicron_lightning.planner.solver import solve
 from unicron_lightning.planner.state import ClusterState
 from unicron_lightning.planner.task import PlanTask
-
-
-def test_the_reward_is_the_papers() -> None:
-    """G = F(x') D_running - [affected or x' != x] F(x) D_transition, by hand."""
-    durations = {"running_seconds": 600.0, "transition_seconds": 30.0}
-    assert reward(5e12, 4e12, changed=True, **durations) == 5e12 * 600 - 4e12 * 30
-    assert reward(4e12, 4e12, changed=False, **durations) == 4e12 * 600
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unicron_lightning.planner.reward import reward
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -130,16 +128,11 @@ def is_changed(state: ClusterState, curve: Curve, num_workers: int) -> bool:
 
 
 def reward_of(state: ClusterState, curve: Curve, num_workers: int) -> float:
-    """G(t,x') [FLOP] in a state."""
-    before = state.allocation.get(curve.task.name, 0)
-    elsewhere = curve.task.relayout_seconds if curve.is_relayout(before, num_workers) else 0.0
-    return reward(
-        curve.waf_at(num_workers),
-        curve.waf_at(before),
-        changed=is_changed(state, curve, num_workers),
-        running_seconds=state.duration_seconds,
-        transition_seconds=curve.task.transition_seconds + elsewhere,
-    )
+    """G(t,x') [FLOP] in a state, see `unicron_lightning.planner.reward`."""
+    before, task = state.allocation.get(curve.task.name, 0), curve.task
+    seconds = task.longest_seconds if curve.is_relayout(before, num_workers) else task.transition_seconds
+    lost = curve.waf_at(before) * seconds if is_changed(state, curve, num_workers) else 0.0
+    return curve.waf_at(num_workers) * state.duration_seconds - lost
 
 
 def neighbours(state: ClusterState, curve: Curve, num_workers: int) -> tuple[int | None, int | None]:

@@ -5,7 +5,8 @@
               -  [TP x PP of x' is not that of x] * F(t,x) * D_relayout
 
 T is the achieved aggregate FLOP/s, D_running(n') the expected seconds to the next failure with n' workers, D_transition
-the expected seconds of a change, x the task's workers before and x' those of the plan.
+the expected seconds of a change, x the task's workers before and x' those of the plan. F is a `Curve`; `plan.reward_of`
+computes G.
 """
 
 from __future__ import annotations
@@ -22,21 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from unicron_lightning.planner.task import PlanTask
-
-
-def reward(
-    waf_planned: float, waf_before: float, *, changed: bool, running_seconds: float, transition_seconds: float
-) -> float:
-    """G(t,x') in FLOP.
-
-    Args:
-        waf_planned: F(t,x') [FLOP/s].
-        waf_before: F(t,x) [FLOP/s].
-        changed: whether t is affected by the failure, or x' != x.
-        running_seconds: D_running(n').
-        transition_seconds: D_transition.
-    """
-    return waf_planned * running_seconds - (waf_before * transition_seconds if changed else 0.0)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
