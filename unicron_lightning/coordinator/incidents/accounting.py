@@ -255,7 +255,8 @@ def _since(accounts: Accounts, incident: Incident, until: float) -> list[Loss]:
     place = next((place for place, other in enumerate(accounts.open) if other is incident), None)
     if place is None or seconds <= 0:
         return []
-    had = left_to(accounts.open, place, _NOTHING if incident.phase == "transition" else accounts.level)
+    present = _NOTHING if incident.phase == "transition" else accounts.level
+    had = left_to([other.due for other in accounts.open], place, present)
     return [Loss(phase=incident.phase, due=incident.due, had=had, seconds=seconds)]
 
 

@@ -7,7 +7,7 @@ planner's inputs from the measurements.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal, Protocol, TypeVar
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
@@ -166,19 +166,13 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
 _Capacity = TypeVar("_Capacity")
 
 
-class Overlapping(Protocol[_Capacity]):
-    """An open incident: ``due`` is the capacity for which it accounts."""
-
-    due: _Capacity
-
-
-def left_to(incidents: Sequence[Overlapping[_Capacity]], place: int, present: _Capacity) -> _Capacity:
-    """Return the capacity for which one of several open incidents, oldest first, does not account.
+def left_to(dues: Sequence[_Capacity], place: int, present: _Capacity) -> _Capacity:
+    """Return the capacity for which one of several open incidents, oldest first, does not account, given their dues.
 
     Each accounts only for the capacity that the next one found, so nothing is counted twice; the newest for all that is
     missing from the ``present`` capacity.
     """
-    return incidents[place + 1].due if place + 1 < len(incidents) else present
+    return dues[place + 1] if place + 1 < len(dues) else present
 
 
 class Accounts(msgspec.Struct, kw_only=True):

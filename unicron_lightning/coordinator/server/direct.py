@@ -46,11 +46,6 @@ class WholeFrames:
         self._through = False
         """Whether the parser receives everything from now on."""
 
-    @property
-    def divides(self) -> bool:
-        """Whether text frames can still be handled apart from the parser."""
-        return not self._through
-
     def feed_eof(self) -> None:
         """Handle the end of the stream."""
         self._parser.feed_eof()

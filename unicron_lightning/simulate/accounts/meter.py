@@ -79,7 +79,7 @@ class Bills:
             phase: Phase = "sub_healthy" if incident.running_at is not None else _PHASE.get(state, "transition")
             if newest and state == "recomputing":
                 phase = "transition"
-            had = left_to(self._open, place, waf)
+            had = left_to([each.due for each in self._open], place, waf)
             incident.micros[phase] += end - start
             incident.waf[phase] += max(0.0, incident.due - had) * ((end - start) / MICRO)
 
