@@ -9,11 +9,11 @@ from coordinator.incidents.test_accounting import come_back, die, form_task, rec
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.metrics.exposition import Process, encoded, families
+from unicron_lightning.coordinator.metrics.exposition import encoded, families
 from unicron_lightning.coordinator.metrics.meters import ENDED_KEPT_SECONDS, Histogram, Meters
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 
-PROCESS = Process(version="1.2", started_at=5.0, store_failing=False)
+PROCESS = {"version": "1.2", "started_at": 5.0, "store_failing": False}
 
 
 class Observed(World):
@@ -34,7 +34,7 @@ class Observed(World):
     def samples(self) -> dict[tuple[str, ...], float]:
         """All samples by name and values of labels, except buckets."""
         self.meters.review(self.machine.cluster, self.now)
-        found = families(self.meters, self.machine.cluster, PROCESS)
+        found = families(self.meters, self.machine.cluster, **PROCESS)
         return {
             (sample.name, *sample.labels.values()): sample.value
             for family in found
@@ -139,7 +139,7 @@ def test_labels_name_no_worker_agent_or_incident():
     world.meters.review(world.machine.cluster, world.now)
     values = {
         value
-        for family in families(world.meters, world.machine.cluster, PROCESS)
+        for family in families(world.meters, world.machine.cluster, **PROCESS)
         for sample in family.samples
         for name, value in sample.labels.items()
         if name not in ("le", "version")
@@ -186,7 +186,7 @@ def test_a_histogram_counts_in_the_bucket_of_its_bound():
 def test_openmetrics_and_prometheus_text():
     world, _ = training(1)
     world.meters.review(world.machine.cluster, world.now)
-    found = families(world.meters, world.machine.cluster, PROCESS)
+    found = families(world.meters, world.machine.cluster, **PROCESS)
     text, content_type = encoded(found, "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     assert text.decode().endswith("# EOF\n")

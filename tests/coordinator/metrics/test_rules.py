@@ -103,7 +103,7 @@ def test_promtool_accepts_the_text_and_the_configuration(tmp_path):
     die(world, agents[1], 0.25)
     recover(world, agents[0], 0.5)
     world.meters.review(world.machine.cluster, world.now)
-    text, _ = encoded(families(world.meters, world.machine.cluster, PROCESS), "")
+    text, _ = encoded(families(world.meters, world.machine.cluster, **PROCESS), "")
     done = subprocess.run([str(PROMTOOL), "check", "metrics"], input=text, capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     command = [str(PROMTOOL), "check", "config", "--syntax-only", str(PROMETHEUS / "prometheus.yaml")]

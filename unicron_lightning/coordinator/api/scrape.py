@@ -14,7 +14,7 @@ from aiohttp import web
 
 from unicron_lightning import __version__
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.metrics.exposition import Process, encoded, families
+from unicron_lightning.coordinator.metrics.exposition import encoded, families
 from unicron_lightning.coordinator.metrics.meters import Meters
 
 if TYPE_CHECKING:
@@ -73,10 +73,10 @@ class Scrape:
             return web.json_response({"error": "the metrics have failed, see the coordinator's log"}, status=500)
         shell, cluster = self._shell, self._shell.machine.cluster
         self.meters.review(cluster, shell.now())
-        process = Process(
-            version=str(__version__), started_at=shell.started_at, store_failing=shell.store_error is not None
+        failing = shell.store_error is not None
+        found = families(
+            self.meters, cluster, version=str(__version__), started_at=shell.started_at, store_failing=failing
         )
-        found = families(self.meters, cluster, process)
         body, content_type = await asyncio.to_thread(encoded, found, request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
 

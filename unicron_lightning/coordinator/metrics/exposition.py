@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +22,6 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
 
 _UNITS = ("seconds", "bytes", "ratio", "celsius")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Process:
-    """The coordinator's process.
-
-    Attributes:
-        version: of this package.
-        started_at: time.time() of its start.
-        store_failing: whether some state is not written.
-    """
-
-    version: str
-    started_at: float
-    store_failing: bool
 
 
 class _Families:
@@ -75,13 +59,15 @@ class _Families:
         return family
 
 
-def families(meters: Meters, cluster: Cluster, process: Process) -> list[Family]:
+def families(meters: Meters, cluster: Cluster, *, version: str, started_at: float, store_failing: bool) -> list[Family]:
     """Return all families with their samples.
 
     Args:
         meters: the counts, reviewed just before.
         cluster: the machine's state.
-        process: the coordinator's process.
+        version: of this package.
+        started_at: time.time() of the start of the coordinator's process.
+        store_failing: whether some state is not written.
     """
     made = _Families()
     for name, meter in sorted(meters.tasks.items()):
@@ -96,13 +82,13 @@ def families(meters: Meters, cluster: Cluster, process: Process) -> list[Family]
     for name, places in cluster.lasting.allocation.items():
         made.add("unicron_plan_places", places, name)
     _nodes(made, cluster, meters)
-    made.add("unicron_coordinator_info", 1, process.version)
-    made.add("unicron_coordinator_start_time_seconds", process.started_at)
+    made.add("unicron_coordinator_info", 1, version)
+    made.add("unicron_coordinator_start_time_seconds", started_at)
     made.add("unicron_coordinator_connections", len(cluster.conns))
     made.add("unicron_coordinator_inputs_total", meters.inputs)
     made.histogram("unicron_coordinator_loop_lag_seconds", meters.loop_lag)
     made.histogram("unicron_store_write_seconds", meters.store_seconds)
-    made.add("unicron_store_failing", process.store_failing)
+    made.add("unicron_store_failing", store_failing)
     return list(made.made.values())
 
 
