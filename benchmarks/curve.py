@@ -48,6 +48,7 @@ class Run:
             "BENCH_WORKERS": str(workers),
             "PYTHONWARNINGS": "ignore",
             "UNICRON_STATE_DIR": str(folder.resolve() / "coordinator"),
+            "UNICRON_PREPARE": "0",  # imports beside the first steps would be measured, too
         }
         self.processes = Processes(folder, environment, inside=True)
         self.logs = EventReader(self.processes.folder)

@@ -62,6 +62,7 @@ class Job:
             "PYTHONWARNINGS": "ignore",
             "GLOO_SOCKET_IFNAME": "lo",
             "UNICRON_STATE_DIR": str(folder.resolve() / "coordinator"),
+            "UNICRON_PREPARE": "0",  # imports beside the first steps would be measured, too
             **malloc,
         }
         self.processes = Processes(folder, environment, inside=True)
