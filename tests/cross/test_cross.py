@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from cross.cases import Case, Script, draw, smaller
 from cross.running import differences, run
 from joins.running import Site, site
+from worlds.torchruns import ENVIRONMENT
 
 SEEDS = [
     seed
@@ -87,11 +89,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.mark.timeout(300)
 def test_forks_go_on_whenever_a_stub_is_killed(place: Site, tmp_path: Path) -> None:
     command, output = [*place.stub, "cross.cases", str(tmp_path), "name"], subprocess.DEVNULL
+    environment = {**os.environ, **ENVIRONMENT}
     for number in range(60):
-        with subprocess.Popen(command, stdout=output, stderr=output) as stub:
+        with subprocess.Popen(command, env=environment, stdout=output, stderr=output) as stub:
             time.sleep(0.001 * number)
             stub.kill()
-    ended = subprocess.run(command, capture_output=True, text=True)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert "module 'cross.cases' has no attribute 'main'" in ended.stderr
 
 
