@@ -138,8 +138,8 @@ def _become(request: dict[str, object], outputs: list[int], parent: int) -> None
     wanted = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [*wanted, *(each for each in sys.path if each not in paths)]
     kind, *words = request["words"]  # type: ignore[misc]
-    module = "torch.distributed.run" if kind in TORCHRUN else kind
-    shown.show([sys.executable, *becoming.OPTIONS, "-m", module, *words], os.environ)
+    if kind == "torchrun":  # a worker behind a stub is no child of its agent, which must not take it for one
+        shown.show([sys.executable, *becoming.OPTIONS, "-m", "torch.distributed.run", *words], os.environ)
     if "PYTHONFAULTHANDLER" in os.environ:
         faulthandler.enable()
     os.chdir(str(request["folder"]))
