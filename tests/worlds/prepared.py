@@ -1,4 +1,4 @@
-"""A process that has imported everything, and forks agents and workers: ``prepared.py PARENT-PID SOCKET [MODULE]...``.
+"""A process that has imported everything, and forks others: ``prepared.py PARENT-PID SOCKET [MODULE]... PADDING``.
 
 The first word of a request is ``agent``, for torchrun, ``torchrun``, for one whose workers are forked, too, or a module
 of the tests with a function ``main(FOLDER, NAME)``. MODULEs are imported, too; one may have a function ``prepare``.
@@ -189,9 +189,8 @@ def _imports() -> None:
 def main() -> None:
     if not tie_to(int(sys.argv[1]), signal.SIGKILL):
         sys.exit(1)
-    if sys.argv[-1] == shown.PADDING:
-        del sys.argv[-1]
-        shown.move_environment()
+    del sys.argv[-1]  # room for what is shown of forked processes
+    shown.move_environment()
     shown.show(["prepared", *sys.argv], os.environ)
     report, changes = parent.prepared(_imports)
     kind, *words = ForkServer(Path(sys.argv[2])).serve()

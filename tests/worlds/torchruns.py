@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
 
 from unicron_lightning import environ
+from unicron_lightning.agent.workers.forked import ForkedWorker
 from unicron_lightning.local_cluster.processes import MARK, Processes, until
 from unicron_lightning.prepared.shown import PADDING, PADDING_NAME
 from unicron_lightning.private_files import open_private
@@ -36,7 +36,6 @@ READ_LATER: Final = frozenset({MARK, PADDING_NAME, "TMPDIR", "COORDINATOR_FILE",
 """Variables that no import reads, and that a forked process has all the same."""
 SECONDS: Final = 180.0
 """Most time in which a prepared process has imported everything, on a busy machine."""
-_WAIT_STEP_SECONDS: Final = 0.01
 
 
 def stub_of(path: Path) -> list[str]:
@@ -59,8 +58,8 @@ def prepared(out: Path, *modules: str, environment: Mapping[str, str] = ENVIRONM
         yield path
 
 
-class ForkedProcess:
-    """A forked process, as `subprocess.Popen` handles one.
+class ForkedProcess(ForkedWorker):
+    """A forked process, which is a child of the prepared one.
 
     Args:
         path: of the prepared process' socket.
@@ -71,16 +70,15 @@ class ForkedProcess:
     """
 
     def __init__(self, path: Path, words: Sequence[str], environment: Mapping[str, str], folder: str, output: int):
-        self.args, self.returncode = list(words), None
         self._link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._link.connect(str(path))
-        request = {"words": self.args, "environment": dict(environment), "folder": folder}
+        request = {"words": list(words), "environment": dict(environment), "folder": folder}
         socket.send_fds(self._link, [json.dumps(request).encode()], [output, output])
-        self.pid = int(self._link.recv(100))
+        super().__init__(words, int(self._link.recv(100)))
         self._link.setblocking(False)
 
     def poll(self) -> int | None:
-        """Return the exit status; None: it has not ended."""
+        """Return the exit status, of which the prepared process has told; None: it has not ended."""
         if self.returncode is None:
             try:
                 content = self._link.recv(100)
@@ -89,32 +87,6 @@ class ForkedProcess:
             self._link.close()
             self.returncode = int(content or -signal.SIGKILL)  # nothing: the prepared process has died
         return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not ended in time.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            time.sleep(_WAIT_STEP_SECONDS)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.send_signal(signal.SIGKILL)
 
 
 class Torchruns:
