@@ -89,7 +89,7 @@ def test_no_curve_made_before_is_used_when_a_term_changes(name: str) -> None:
 
 @pytest.mark.parametrize("name", TERMS)
 def test_a_state_of_another_term_has_another_fingerprint(name: str) -> None:
-    """`Curve.digest`, of which the fingerprints of states and the digests of columns are made."""
+    """`Curve.digest`: fingerprints of states and digests of columns are made of it."""
     digests = {
         Curve.of(replace(plan_task("a", range(17)), terms=terms), 1, 16).digest
         for terms in (STATED, with_another(name), replace(STATED))

@@ -52,7 +52,7 @@ def strategy_of(script: Script, *, alone: bool) -> UnicronMegatronStrategy:
 
 
 class Stage(pl.LightningModule):
-    """A worker's part of the model; a sample's numbers are taken as tokens, of which each is to be predicted."""
+    """A worker's part of the model; a sample's numbers are taken as tokens, and each is to be predicted."""
 
     def __init__(self, script: Script, strikes: Strikes | None) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ class Core(nn.Module):
     """Two layers beside each other, two after each other, and a head.
 
     Args:
-        script: says which parts it has.
+        script: names its parts.
         middle: has the head's input, whose backward is in the middle of the whole.
     """
 
@@ -221,7 +221,7 @@ class OneDevice:
 
     def __init__(self, script: Script, number: int, seed: int) -> None:
         self._script, self._number, self._seed, self._epoch = script, number, seed, 0
-        self.sampler = self  # Lightning tells a batch sampler's sampler the epoch
+        self.sampler = self  # Lightning sets the epoch of a batch sampler's sampler
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch

@@ -194,7 +194,7 @@ def _compared(case: Case, folder: Path, died: int, given: list[str]) -> list[str
 
 
 def _same_parts(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    """Return of what is expected what a worker has that holds a part of the model."""
+    """Return the part of the expected state that a worker with a part of the model holds."""
     if "parts" not in result:
         return expected
     pairs = zip(result["parts"], expected["parts"], strict=True)

@@ -182,7 +182,7 @@ def save_old(case: Case, folder: Path) -> None:
 
 
 class Data(pl.LightningDataModule):
-    """Gives the data anew when it is asked for them."""
+    """Gives the data again when it is asked for them."""
 
     def __init__(self, script: Script, *, plain: bool) -> None:
         super().__init__()

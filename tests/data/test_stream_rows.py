@@ -25,7 +25,7 @@ class Cut(Exception):
 
 
 class Replica:
-    """The exchange of a replica's workers, of which one runs at a time."""
+    """The exchange of a replica's workers; one of them runs at a time."""
 
     def __init__(self, size: int, condition: threading.Condition) -> None:
         self.condition = condition

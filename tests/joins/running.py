@@ -55,7 +55,7 @@ class World(Alone):
         task: its name.
         folder: for the agents' output.
         size: number of nodes, each with a worker.
-        least: nodes with which the task goes on.
+        least: nodes that the task needs to continue.
         restarts: of an agent's worker.
     """
 

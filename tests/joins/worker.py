@@ -24,7 +24,7 @@ class Strike(pl.Callback):
     """Kills the worker of a rank at a step; the others then wait until its successor may be admitted.
 
     Args:
-        script: says when.
+        script: defines when.
         folder: for marks, which all workers share.
         alone: in a world of one, where nothing is killed.
     """

@@ -77,7 +77,7 @@ class LogsInside(Net):
 
 
 class Gathers(Net):
-    """Gathers the validation samples of all ranks, of which they have different numbers."""
+    """Gathers the validation samples of all ranks; the ranks have different numbers of them."""
 
     def __init__(self) -> None:
         super().__init__()

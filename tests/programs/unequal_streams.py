@@ -1,4 +1,4 @@
-"""Trains with one stream of 8 samples for the first device and one of 40 for the second, and tells what is read."""
+"""Trains with one stream of 8 samples for the first device and one of 40 for the second, and prints what is read."""
 
 import os
 import sys

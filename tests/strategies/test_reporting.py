@@ -79,7 +79,7 @@ def test_an_error_in_the_first_checkpoint_of_a_process_is_told_as_such():
 
 @pytest.mark.parametrize("phase", ["epoch_end", "validation", "hooks"])
 def test_an_error_in_a_hook_is_first_if_the_process_has_not_passed_the_phase(phase: Any):
-    """Hooks of the end of a data epoch, and predictions, have no frame of their own that tells the phase."""
+    """Hooks of the end of a data epoch, and predictions, have no frame of their own that shows the phase."""
     control, activity = Control(), Activity()
     engine: Any = SimpleNamespace(step=7, activity=activity)
     activity.enter(phase)

@@ -48,7 +48,7 @@ class Line(pl.LightningModule):
 
 
 class Leaves(pl.Callback):
-    """Does what the case says, at its place, on rank 0 alone (or on all, to compare)."""
+    """Does the action of the case, at its place, on rank 0 alone (or on all, to compare)."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *about: Any) -> None:
         self._leave("batch", trainer)

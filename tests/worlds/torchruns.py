@@ -78,7 +78,7 @@ class ForkedProcess(ForkedWorker):
         self._link.setblocking(False)
 
     def poll(self) -> int | None:
-        """Return the exit status, of which the prepared process has told; None: it has not ended."""
+        """Return the exit status that the prepared process has reported; None: it has not ended."""
         if self.returncode is None:
             try:
                 content = self._link.recv(100)

@@ -1,13 +1,17 @@
-"""A worker that ends before it is found is reported with its status and with what it printed."""
+"""A worker that ends before it is found is reported with its status and its output."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from unicron_lightning import environ
 from unicron_lightning.agent.workers.process_end import LastOutput
 from unicron_lightning.agent.workers.supervisor import Exit, Supervisor
 
@@ -59,11 +63,12 @@ def test_a_pipe_a_terminal_and_a_missing_file_are_not_read(tmp_path: Path) -> No
         assert output.lines(0) == ()
 
 
-def begin(*command: str) -> subprocess.Popen[bytes]:
-    """Start a child, and wait for its end without reaping it."""
-    process = subprocess.Popen(command)
+def begin(*command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
+
+
+def wait_without_reaping(process: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    return process
 
 
 @pytest.mark.parametrize(
@@ -72,6 +77,7 @@ def begin(*command: str) -> subprocess.Popen[bytes]:
 async def test_a_child_that_ended_before_it_was_identified_has_its_own_status(command: str, how: Exit) -> None:
     supervisor = Supervisor("a", lambda process: None, lambda worker, how: None)
     with begin("sh", "-c", command) as process:
+        wait_without_reaping(process)
         supervisor.expect(1, 1)
         ends = supervisor.end_round(Exit(cause="exit", code=1))
         assert {rank: (end.cause, end.code, end.pid) for rank, end in ends.items()} == {
@@ -85,3 +91,21 @@ async def test_a_child_that_was_reaped_has_the_assumed_status() -> None:
     supervisor.expect(1, 2)
     assumed = Exit(cause="exit", code=1)
     assert supervisor.end_round(assumed) == {0: assumed, 1: assumed}
+
+
+async def test_a_worker_behind_a_wrapper_is_not_watched_but_its_wrapper() -> None:
+    """The worker reports its own process, whose status its agent cannot read: a success looked like a failure."""
+    found: list[int] = []
+    end: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+    supervisor = Supervisor("a", lambda process: found.append(process.pid), lambda worker, how: end.set_result(how))
+    identity = {**dict.fromkeys(environ.FROM_AGENT, "x"), environ.AGENT: "a", environ.AGENT_PID: str(os.getpid())}
+    numbers = {environ.ROUND: "1", environ.BASE_RANK: "0", "RANK": "0"}
+    command = ("sh", "-c", "sleep 300 & echo $!; wait; exit 0")
+    with begin(*command, env={**os.environ, **identity, **numbers}) as wrapper:
+        assert wrapper.stdout is not None
+        worker = int(wrapper.stdout.readline())
+        supervisor.expect(1, 1)
+        supervisor.look_at(worker)
+        os.kill(worker, signal.SIGKILL)
+        assert found == [wrapper.pid]
+        assert await asyncio.wait_for(end, 10) == Exit(cause="exit", code=0, pid=wrapper.pid)

@@ -1,4 +1,4 @@
-"""What `unicron status` and `unicron jobs` say about tasks and nodes that do not proceed."""
+"""What `unicron status` and `unicron jobs` report about tasks and nodes that do not proceed."""
 
 from __future__ import annotations
 

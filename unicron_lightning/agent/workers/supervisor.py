@@ -101,11 +101,15 @@ class Supervisor:
         self._find()
 
     def look_at(self, pid: int) -> None:
-        """Watch a worker that has reported its process, maybe before it was found, and its present threads."""
+        """Watch a worker that has reported its process, maybe before it was found, and its present threads.
+
+        A worker that a wrapper has started (`--no-python run.sh`, a profiler) is not watched, but its wrapper, whose
+        child it is: only the status of a child can be read.
+        """
         known = next((process for process in self._live.values() if process.pid == pid), None)
         if known is not None:
             known.threads.watch()
-        else:
+        elif _is_child(pid):
             self._examine(pid)
 
     def find(self, worker: str) -> WatchedProcess | None:
@@ -211,6 +215,13 @@ def _children() -> list[int]:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     except FileNotFoundError:  # kernels without CONFIG_PROC_CHILDREN
         return [child.pid for child in psutil.Process().children()]
+
+
+def _is_child(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).ppid() == os.getpid())
+    except (psutil.NoSuchProcess, ValueError):  # ValueError: a worker reported what is no process id
+        return False
 
 
 def _identify(pid: int) -> environ.WorkerEnvironment | None:
