@@ -19,12 +19,15 @@ from joins.running import Alone, Site, World
 
 from unicron_lightning.cli.client import quoted
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
+from unicron_lightning.strategies.session import FitPassed
 from unicron_lightning.strategies.state.persisting import CheckpointLost
 
 SECONDS: Final = 120.0
 """Most time of a case: one with writers of folders takes 40 s where four processes share a core."""
 ORDER_SECONDS: Final = 10.0
 """Most time in which the coordinator answers an order."""
+PASSED: Final = f"{FitPassed.__module__}.{FitPassed.__qualname__}: "
+"""Ends a worker that began late; the task may be over before its replacement comes."""
 HOLDERS: Final = 2
 """Workers that hold each part of a checkpoint, at least."""
 TOLERANCE: Final = 1e-9
@@ -81,7 +84,7 @@ def run(site: Site, name: str, case: Case) -> Verdict:
     logs = [*(folder / "agents").glob("*.log"), *(folder / "single").glob("*.log")]
     log = "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
     if not faults and not again:
-        faults = _compared(case, folder, died, given)
+        faults = _compared(case, folder, died, given, late=log.count(PASSED))
     elif any(codes["alone"]):
         faults = ["alone: " + _last_error(folder / "single" / "alone.log"), *faults]
     elif died >= HOLDERS and f"{CheckpointLost.__name__}: " in log:  # the task fails, with a reason
@@ -175,11 +178,11 @@ def _again(site: Site, world: World, folder: Path) -> bool:
     return max(began) > min(ends, default=math.inf)
 
 
-def _compared(case: Case, folder: Path, died: int, given: list[str]) -> list[str]:
+def _compared(case: Case, folder: Path, died: int, given: list[str], *, late: int) -> list[str]:
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("result-*.json"))]
     workers, faults = case.script.workers, []
     tolerance = TOLERANCE if case.script.double else TOLERANCE_FLOAT32
-    if not (results and workers - died - 2 * len(given) <= len(results) <= workers + 2 * len(given)):
+    if not (results and workers - died - late - 2 * len(given) <= len(results) <= workers + 2 * len(given)):
         faults.append(f"{len(results)} results of {workers} workers, {died} deaths")
     expected = json.loads((folder / "alone" / "result.json").read_text())
     for place, result in enumerate(each for each in results if not each["spare"]):  # a spare has its earlier state

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from coordinator.driver import World, running, settle
+from coordinator.fake_agent import FakeAgent
 from coordinator.fake_daemon import FakeDaemon, job
 from coordinator.membership.test_plain import plain
 from coordinator.severity.test_apply import settle_all
@@ -191,29 +194,66 @@ def test_a_task_that_trains_after_a_hold_is_not_ended_though_its_steps_are_long(
     assert world.task().over is not None, "the time counts anew from the last hold that a step has ended"
 
 
-@pytest.mark.parametrize("steps", [False, True])
-def test_equal_failures_of_the_only_other_node_end_the_task_when_it_has_left(steps: bool):
+WRONG = {"kind": "other_software_error", "cause": "WorkersDiffer: lr is 0.1, expected 0.2"}
+RAISED = {"type": "WorkersDiffer", "frames": ["train.py:1 in main"]}
+
+
+def fail_and_return(world: World, a: FakeAgent, b: FakeAgent, number: int, **report: Any) -> None:
+    """Have a new worker of ``b`` report an error and end, and start the next one."""
+    about = {"phase": "setup", "step": 0, "at": world.now, "details": RAISED, "ends": True, **WRONG, **report}
+    b.say(wire.ErrorReport(worker=b.worker(), **about))
+    b.workers.clear()
+    settle_all(world, a)
+    if world.task().over is None:
+        assert task_status(world.task())["state"] == "holding"
+        world.advance(2)
+        b.rendezvous().boot()
+        settle_all(world, a, b)
+        a.say(wire.Progress(worker=a.worker(), step=number + 1, metrics={}))  # joiners may take part in a step
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_equal_failures_of_the_only_other_node_end_the_task_when_it_has_left(differ: bool):
     world = World()
     a, b = running(world, 2, nodes=(2, 2))
     for number in range(3):
-        about = {"phase": "setup", "step": 0, "at": world.now, "details": {}, "ends": True}
-        cause = "WorkersDiffer: lr is 0.1, expected 0.2" if number < 2 or not steps else "another"
-        b.say(wire.ErrorReport(worker=b.worker(), kind="other_software_error", cause=cause, **about))
-        b.workers.clear()
-        settle_all(world, a)
-        if number < 2:
-            world.advance(2)
-            b.rendezvous().boot()
-            settle_all(world, a, b)
-            a.say(wire.Progress(worker=a.worker(), step=number + 1, metrics={}))  # joiners may take part in a step
-    assert task_status(world.task())["state"] == "holding"
+        fail_and_return(world, a, b, number, **({"cause": "another"} if differ and number == 2 else {}))
+    b.workers.clear()
     b.bye(succeeded=False)
-    if steps:
+    settle_all(world, a)
+    if differ:
         assert world.task().over is None, "its failures differ"
         return
     reason = world.event("task_over").fields["reason"]
-    assert "no other node is left, and node-b has failed 3 times in the same way" in reason
+    assert "no other node is left, and node-b fails in one way: 3 times in a row" in reason
     assert "WorkersDiffer: lr is 0.1, expected 0.2" in reason
+    assert a.last(wire.TaskOver).succeeded is False
+
+
+@pytest.mark.parametrize(
+    "spared", ["", "another starts, too", "no exception of the program", "a failure differs", "a worker lasted"]
+)
+def test_equal_exceptions_of_the_only_other_node_end_the_task_though_its_agent_tries_again(spared: str):
+    world = World(crash_attempts=5)
+    if spared == "another starts, too":
+        a, b, c = running(world, 3, nodes=(3, 3))
+        c.die()
+        settle_all(world, a, b)
+    else:
+        a, b = running(world, 2, nodes=(2, 2))
+    for number in range(5):
+        assert world.task().over is None
+        if number == 4 and spared == "a worker lasted":
+            a.say(wire.Progress(worker=a.worker(), step=20, metrics={}))
+        other = {"kind": "cuda_error"} if spared == "no exception of the program" else {}
+        if number == 4 and spared == "a failure differs":
+            other = {"cause": "another"}
+        fail_and_return(world, a, b, number, **other)
+    if spared:
+        assert world.task().over is None
+        return
+    reason = world.event("task_over").fields["reason"]
+    assert "no other node is there, and node-b fails in one way: 5 times in a row" in reason
     assert a.last(wire.TaskOver).succeeded is False
 
 

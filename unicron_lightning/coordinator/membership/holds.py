@@ -18,7 +18,7 @@ from unicron_lightning.coordinator.state import Task
 
 
 def review(task: Task, turn: Turn) -> None:
-    """Start and end the time of a hold; end a task that all other agents have left after equal failures. Idempotent."""
+    """Start and end the time of a hold; end a task whose only other node fails again and again. Idempotent."""
     if not _holds(task):
         if task.held is not None:
             _follow(task, turn, *task.held)
@@ -48,13 +48,22 @@ def _follow(task: Task, turn: Turn, since: float, step: int) -> None:
 
 
 def _end_if_alone(task: Task, turn: Turn) -> None:
+    """End a task that can only get a node whose new workers have all failed in one way.
+
+    A node that has left is not waited for; another one may be repaired while it tries again. An exception of the
+    program that it raises at each try is not: its script or its settings differ.
+    """
     inside, last = {member.agent for member in task.members()}, task.severity.latest
-    if len(last) < EQUAL_FAILURES or not inside.issuperset(task.agents):
+    if not last or len({(failure.node, failure.cause) for failure in last}) > 1 or last[-1].kind == "lost_connection":
         return
-    node, series = last[-1].node, task.severity.series.get(last[-1].node)
-    equal = len({(failure.node, failure.cause) for failure in last}) == 1 and last[-1].kind != "lost_connection"
-    if equal and series is not None and len(series.times) >= EQUAL_FAILURES:
-        _end(task, turn, f"no other node is left, and {node} has failed {EQUAL_FAILURES} times in the same way")
+    node = last[-1].node
+    outside = {agent.node for agent in task.agents.values() if agent.id not in inside}
+    where, tries = ("left", EQUAL_FAILURES) if not outside else ("there", turn.limits.crash_attempts)
+    series = task.severity.series.get(node)
+    if series is None or len(last) < EQUAL_FAILURES or len(series.times) < tries:
+        return
+    if not outside or (outside == {node} and last[-1].place):
+        _end(task, turn, f"no other node is {where}, and {node} fails in one way: {len(series.times)} times in a row")
 
 
 def restore(task: Task, turn: Turn) -> None:
