@@ -28,6 +28,9 @@ ORDER_SECONDS: Final = 10.0
 """Most time in which the coordinator answers an order."""
 PASSED: Final = f"{FitPassed.__module__}.{FitPassed.__qualname__}: "
 """Ends a worker that began late; the task may be over before its replacement comes."""
+EVENTS: Final = ("agent_registered", "worker_ready_to_join", "epoch_published", "epoch_settled", "task_over")
+LATE_SECONDS: Final = 5.0
+"""Most time in which a worker that is ready becomes a member, where many processes share a core."""
 HOLDERS: Final = 2
 """Workers that hold each part of a checkpoint, at least."""
 TOLERANCE: Final = 1e-9
@@ -84,7 +87,7 @@ def run(site: Site, name: str, case: Case) -> Verdict:
     logs = [*(folder / "agents").glob("*.log"), *(folder / "single").glob("*.log")]
     log = "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
     if not faults and not again:
-        faults = _compared(case, folder, died, given, late=log.count(PASSED))
+        faults = _compared(case, folder, died, given, late=log.count(PASSED) + _came_at_the_end(site, world))
     elif any(codes["alone"]):
         faults = ["alone: " + _last_error(folder / "single" / "alone.log"), *faults]
     elif died >= HOLDERS and f"{CheckpointLost.__name__}: " in log:  # the task fails, with a reason
@@ -176,6 +179,24 @@ def _again(site: Site, world: World, folder: Path) -> bool:
     ends = [path.stat().st_mtime for path in folder.glob("result-*.json")]
     began = [event["at"] for event in site.cluster.events("task_created") if event["task"] == world.task]
     return max(began) > min(ends, default=math.inf)
+
+
+def _came_at_the_end(site: Site, world: World) -> int:
+    """Return the number of agents whose workers were ready so shortly before the end that no epoch had them."""
+    events = [event for event in site.cluster.events() if event["task"] == world.task]
+    named = {name: [event for event in events if event["name"] == name] for name in EVENTS}
+    settled = {event["fields"]["number"] for event in named["epoch_settled"]}
+    members = [each["fields"]["members"] for each in named["epoch_published"] if each["fields"]["number"] in settled]
+    inside = {_agent(worker) for each in members for worker in each}
+    end = max((event["at"] for event in named["task_over"]), default=math.inf)
+    waited = {
+        _agent(each["fields"]["worker"]) for each in named["worker_ready_to_join"] if each["at"] < end - LATE_SECONDS
+    }
+    return len({each["fields"]["agent"] for each in named["agent_registered"]} - inside - waited)
+
+
+def _agent(worker: str) -> str:
+    return worker.partition("/")[0]
 
 
 def _compared(case: Case, folder: Path, died: int, given: list[str], *, late: int) -> list[str]:

@@ -106,12 +106,20 @@ class Strikes(pl.Callback):
         return strike.fit == self.fit and trainer.global_step >= strike.step and strike.rank in (rank, -1)
 
     def _claim(self, number: int, strike: Strike, trainer: pl.Trainer) -> bool:
+        if strike.signal == 0 and strike.rank == -1 and not self._raises_in_this_life(number, trainer):
+            return False
         who = trainer.global_rank if strike.rank == -1 else "one"
         try:
             (self._folder / f"died-{number}-{who}").touch(exist_ok=False)
         except FileExistsError:
             return False
         return True
+
+    def _raises_in_this_life(self, number: int, trainer: pl.Trainer) -> bool:
+        """Whether no worker has raised the error in another life: an error that comes again ends the task."""
+        mark = f"raised-{number}-{trainer.strategy.engine.control.welcome.life}"  # type: ignore[attr-defined]
+        (self._folder / mark).touch()
+        return [path.name for path in self._folder.glob(f"raised-{number}-*")] == [mark]
 
     def _died(self) -> list[Path]:
         return list(self._folder.glob("died-*"))
