@@ -45,7 +45,7 @@ from unicron_lightning.simulate.output.pictures import (
     curves_picture,
     losses_picture,
 )
-from unicron_lightning.simulate.output.summaries import Row, summary, with_ratio
+from unicron_lightning.simulate.output.summaries import SummaryRow, summary, with_ratio
 from unicron_lightning.simulate.output.tables import as_markdown
 
 ALL: Final = ("unicron", "megatron", "oobleck", "varuna", "bamboo", "torchft", "inprocess")
@@ -83,7 +83,7 @@ class Experiment:
     show: Callable[[Sequence[WafCurve], Path], str]
 
 
-def means_of(curves: Sequence[WafCurve]) -> list[Row]:
+def means_of(curves: Sequence[WafCurve]) -> list[SummaryRow]:
     """Return the summary, with ratios to `REFERENCE`."""
     return summary(with_ratio([curve.row for curve in curves], REFERENCE))
 
@@ -104,7 +104,7 @@ def _headline(seeds: int) -> list[SimulationCase]:
     return made
 
 
-def verdict(rows: Sequence[Row], trace: str) -> str:
+def verdict(rows: Sequence[SummaryRow], trace: str) -> str:
     """State Unicron's advantage, and the upper bound of any system's."""
     of = {(str(row["policy"]), str(row["variant"])): float(row["of_ideal"]) for row in rows if row["trace"] == trace}
     ours, free = of["unicron", ""], of["unicron", FREE]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from unicron_lightning.simulate.output.pictures import colour_of
-from unicron_lightning.simulate.output.summaries import Row
+from unicron_lightning.simulate.output.summaries import SummaryRow
 
 
 def tornado_picture(path: Path, title: str, base: float, swings: Mapping[str, tuple[float, float]], label: str) -> None:
@@ -41,7 +41,9 @@ def tornado_picture(path: Path, title: str, base: float, swings: Mapping[str, tu
     figure.savefig(path, dpi=110)
 
 
-def sweep_picture(path: Path, rows: Sequence[Row], values: Mapping[str, float], x: str, name: str, y: str) -> None:
+def sweep_picture(
+    path: Path, rows: Sequence[SummaryRow], values: Mapping[str, float], x: str, name: str, y: str
+) -> None:
     """Draw one number over another, a line for each policy.
 
     Args:

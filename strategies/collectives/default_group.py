@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 
 from unicron_lightning.strategies.collectives.operations import Collectives
-from unicron_lightning.strategies.collectives.process_group import NAME, DefaultGroup, NoStore, Place
+from unicron_lightning.strategies.collectives.process_group import NAME, DefaultGroup, NoStore, RankAndSize
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def supported() -> bool:
     return dist.is_available() and tables and all(hasattr(c10d, name) for name in _FUNCTIONS)
 
 
-def register(place: Place, collectives: Collectives) -> None:
+def register(place: RankAndSize, collectives: Collectives) -> None:
     """Make the present members torch's default process group, unless the script has initialised one of its own."""
     global _group
     if _group is not None and c10d.GroupMember.WORLD is _group:
@@ -88,7 +88,7 @@ def unregister() -> None:
 
 
 @contextmanager
-def seen(place: Place) -> Iterator[None]:
+def seen(place: RankAndSize) -> Iterator[None]:
     """Inside, torch has a default group with a rank and a size, whose collectives are refused, unless the members are
     its default group anyway.
     """

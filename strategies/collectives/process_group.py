@@ -26,7 +26,7 @@ from unicron_lightning.worker import codec
 NAME: Final = "unicron"
 """Name of the backend, as `torch.distributed.get_backend` returns it."""
 
-Place = Callable[[], tuple[int, int]]
+RankAndSize = Callable[[], tuple[int, int]]
 """Returns this worker's rank and the number of members, as of the present epoch."""
 
 
@@ -76,7 +76,7 @@ class DefaultGroup(dist.ProcessGroup):
         collectives: of the strategy that runs; replaced when another trainer of the script begins.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankAndSize) -> None:
         super().__init__(*place())  # type: ignore[arg-type, call-arg]
         self.collectives: Collectives | None = None
         self.place = place

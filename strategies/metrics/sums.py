@@ -187,7 +187,7 @@ class NormStatistics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Agreed:
+class _AgreedSums:
     """Agreement of the members in a step with new values."""
 
     calls: list[LogCall]
@@ -226,7 +226,7 @@ class StepSums:
         self._losses: list[Tensor] = []
         self._began = False
         self._calls: list[LogCall] = []
-        self._agreed: _Agreed | None = None
+        self._agreed: _AgreedSums | None = None
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -277,7 +277,7 @@ class StepSums:
         calls = merge_calls([LogCall.from_plain(call) for part in parts for call in part["calls"]])
         sets = [set(part["unused"]) for part in parts if part["unused"] is not None]
         self._states = {number: states for part in parts for number, states in part["metrics"].items()}
-        self._agreed = _Agreed(
+        self._agreed = _AgreedSums(
             calls=calls,
             unused=sorted(set.intersection(*sets)) if sets else [],
             buffers=sorted({index for part in parts for index in part["buffers"]}),

@@ -12,7 +12,7 @@ from unicron_lightning import wire
 from unicron_lightning.callbacks.history import KEPT, History, in_words
 from unicron_lightning.callbacks.monitor import TaskView, picture
 from unicron_lightning.coordinator.incidents.facts import BrokenConnection, IncidentClosed, WorkerDeath
-from unicron_lightning.coordinator.incidents.record import PHASES, Bill, Phase, PhaseCost
+from unicron_lightning.coordinator.incidents.record import PHASES, Bill, IncidentPhase, PhaseCost
 
 
 def notice(name: str, at: float, incident: str | None = None, **fields: Any) -> wire.Notice:
@@ -26,7 +26,7 @@ def death(at: float, incident: str, worker: str, cause: str, code: int | None = 
 
 def bill(cause: str, *seconds: float) -> Bill:
     phases = zip(PHASES, seconds, strict=True)
-    costs: dict[Phase, PhaseCost] = {
+    costs: dict[IncidentPhase, PhaseCost] = {
         phase: PhaseCost(seconds=each, worker_seconds=each, waf_seconds=None) for phase, each in phases
     }
     sizes = {"slots_before": 2, "workers_before": 2, "weight": 1.0, "flops_per_step": None}

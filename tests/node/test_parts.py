@@ -33,7 +33,7 @@ from unicron_lightning.node.options import (
     visible_devices,
 )
 from unicron_lightning.node.process import CANT_START
-from unicron_lightning.node.reconcile import GIVEN_UP_SECONDS, KILLED_SECONDS, AgentState, DueSteps, Key, steps
+from unicron_lightning.node.reconcile import GIVEN_UP_SECONDS, KILLED_SECONDS, AgentKey, AgentState, DueSteps, steps
 from unicron_lightning.wire.daemon import Launch, NodeRun
 
 EIGHT = [str(number) for number in range(8)]
@@ -76,7 +76,7 @@ def launch(name: str = "j", slot: str = "0", *, ending: bool = False, **fields: 
     return Launch(job=job, slot=slot, ending=ending)
 
 
-KEY = Key("j", 5.0, "0")
+KEY = AgentKey("j", 5.0, "0")
 
 
 @pytest.mark.parametrize(

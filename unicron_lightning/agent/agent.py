@@ -31,7 +31,7 @@ from unicron_lightning.agent.checks.health import HealthWatch
 from unicron_lightning.agent.checks.probes import Prober
 from unicron_lightning.agent.embedded import EmbeddedCoordinator
 from unicron_lightning.agent.injection import AgentFaults
-from unicron_lightning.agent.link.session import CoordinatorSession, SessionHooks
+from unicron_lightning.agent.link.coordinator_session import CoordinatorSession, SessionHooks
 from unicron_lightning.agent.options import AgentOptions
 from unicron_lightning.agent.round_view import RoundView, SharedView, call, registration
 from unicron_lightning.agent.workers.inspection import Inspector

@@ -63,7 +63,7 @@ def _run(given: list[str]) -> int | str | None:
     return status
 
 
-class _Version(argparse.Action):
+class _PrintVersion(argparse.Action):
     """Prints the version, which is looked up only here, since importlib.metadata is slow to import."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
     shown = (inspection, incidents, report, top)

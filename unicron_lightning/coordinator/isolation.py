@@ -26,7 +26,7 @@ WINDOW: Final = 60.0
 MOST_OF_AN_AGENT: Final = 2
 MOST_OF_A_TASK: Final = 5
 
-Stored = Callable[[str], Task | None]
+FindStored = Callable[[str], Task | None]
 """Returns a task as stored; None if it is not stored, or not readable."""
 
 

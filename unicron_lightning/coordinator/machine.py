@@ -78,7 +78,7 @@ class Machine:
         self._follow(turn)
         return turn.actions
 
-    def contain(self, event: ev.Input, error: Exception, stored: isolation.Stored, now: float) -> list[ev.Action]:
+    def contain(self, event: ev.Input, error: Exception, stored: isolation.FindStored, now: float) -> list[ev.Action]:
         """Continue after `handle` has raised: set back the tasks of that turn, or stop them; see `isolation`.
 
         Args:

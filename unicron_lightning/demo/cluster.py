@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from unicron_lightning import environ
-from unicron_lightning.demo.proof import Line
+from unicron_lightning.demo.proof import ProofLine
 from unicron_lightning.errors import CoordinatorUnavailable
 from unicron_lightning.local_cluster.cluster import LocalCluster
 from unicron_lightning.local_cluster.processes import until
@@ -27,7 +27,7 @@ class Diary:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[ProofLine] = []
         self._folder = folder
         self._offsets: dict[Path, int] = {}
 
@@ -57,7 +57,7 @@ class OneTask(LocalCluster):
         self._diary = Diary(self.folder)
 
     @property
-    def diary(self) -> list[Line]:
+    def diary(self) -> list[ProofLine]:
         """Lines of all workers so far."""
         return self._diary.lines
 
@@ -73,10 +73,10 @@ class OneTask(LocalCluster):
             raise RuntimeError(f"agents ended with {failed}; logs are in {self.folder}")
         self._diary.read()
 
-    def wait_line(self, condition: Callable[[], Line | None], timeout: float = 120.0) -> None:
+    def wait_line(self, condition: Callable[[], ProofLine | None], timeout: float = 120.0) -> None:
         """Read the diaries until ``condition`` returns a line."""
 
-        def read() -> Line | None:
+        def read() -> ProofLine | None:
             self._diary.read()
             return condition()
 
@@ -144,14 +144,14 @@ class SharedNodes(LocalCluster):
             self.until(f"{task} with {size} workers", partial(self._trains, task, size, since), timeout)
         return since
 
-    def diary(self, task: str) -> list[Line]:
+    def diary(self, task: str) -> list[ProofLine]:
         """Lines of all workers of a task so far."""
         self._diaries[task].read()
         return self._diaries[task].lines
 
-    def steps(self, task: str) -> list[Line]:
+    def steps(self, task: str) -> list[ProofLine]:
         """The finished steps, each once, in order."""
-        first: dict[int, Line] = {}
+        first: dict[int, ProofLine] = {}
         for line in self.diary(task):
             if line["event"] == "step":
                 first.setdefault(line["step"], line)

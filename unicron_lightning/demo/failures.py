@@ -21,7 +21,7 @@ from unicron_lightning.demo.cluster import OneTask
 from unicron_lightning.demo.pictures import draw_losses
 from unicron_lightning.demo.proof import (
     Exactness,
-    Line,
+    ProofLine,
     WorkProof,
     longest_gap,
     loss_curve,
@@ -104,10 +104,10 @@ class DemoFault:
 class Run:
     """The records of a run."""
 
-    diary: list[Line]
+    diary: list[ProofLine]
     faults: list[DemoFault]
     dead: set[int]
-    events: list[Line]
+    events: list[ProofLine]
 
 
 def show(console: Console, out: Path, steps_per_epoch: int) -> bool:
@@ -170,7 +170,7 @@ def _train_through_failures(cluster: OneTask, console: Console) -> Run:
     return Run(diary=cluster.diary, faults=faults, dead=dead, events=cluster.events())
 
 
-def _in_step(cluster: OneTask, step: int, node: int) -> Line | None:
+def _in_step(cluster: OneTask, step: int, node: int) -> ProofLine | None:
     """The second micro-batch of a step not before ``step``, computed by the node's worker in a complete world."""
     if cluster.step() < step or _world(cluster, NODES, 0) is None:
         return None
@@ -179,12 +179,12 @@ def _in_step(cluster: OneTask, step: int, node: int) -> Line | None:
     return mine[-1] if len(mine) > 1 and mine[-1]["step"] == mine[-2]["step"] == cluster.step() else None
 
 
-def _world(cluster: OneTask, size: int, after: float) -> Line | None:
+def _world(cluster: OneTask, size: int, after: float) -> ProofLine | None:
     """A step finished by ``size`` workers."""
     return next((x for x in cluster.diary if x["event"] == "step" and x["at"] > after and x["world"] == size), None)
 
 
-def _finished(cluster: OneTask, step: int) -> Line | None:
+def _finished(cluster: OneTask, step: int) -> ProofLine | None:
     return next((x for x in cluster.diary if x["event"] == "step" and x["step"] >= step), None)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-Line = dict[str, Any]
+ProofLine = dict[str, Any]
 """A line of a worker's diary: an event, its time, its process, and what it is about."""
 
 
-def micro_batches(lines: Iterable[Line]) -> dict[tuple[int, tuple[int, ...]], list[int]]:
+def micro_batches(lines: Iterable[ProofLine]) -> dict[tuple[int, tuple[int, ...]], list[int]]:
     """The processes that computed each micro-batch, in the diary's order, by its step and samples."""
     workers: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
     for line in lines:
@@ -25,7 +25,7 @@ def micro_batches(lines: Iterable[Line]) -> dict[tuple[int, tuple[int, ...]], li
     return workers
 
 
-def wasted(lines: Iterable[Line], dead: set[int]) -> int:
+def wasted(lines: Iterable[ProofLine], dead: set[int]) -> int:
     """Number of micro-batches that were recomputed although a worker that had finished them survived."""
     return sum(any(pid not in dead for pid in pids[:-1]) for pids in micro_batches(lines).values())
 
@@ -50,7 +50,7 @@ class WorkProof:
     repeated_samples: int
 
 
-def prove_work(diary: Sequence[Line], dead: set[int], steps_per_epoch: int) -> WorkProof:
+def prove_work(diary: Sequence[ProofLine], dead: set[int], steps_per_epoch: int) -> WorkProof:
     """Account for every micro-batch and sample.
 
     Args:
@@ -73,17 +73,17 @@ def prove_work(diary: Sequence[Line], dead: set[int], steps_per_epoch: int) -> W
     )
 
 
-def loss_curve(diary: Iterable[Line]) -> dict[int, float]:
+def loss_curve(diary: Iterable[ProofLine]) -> dict[int, float]:
     """Loss by step, which is the same on all workers."""
     return {line["step"]: line["loss"] for line in diary if line["event"] == "step"}
 
 
-def worlds(diary: Iterable[Line]) -> dict[int, int]:
+def worlds(diary: Iterable[ProofLine]) -> dict[int, int]:
     """Workers by step."""
     return {line["step"]: line["world"] for line in diary if line["event"] == "step"}
 
 
-def step_times(diary: Iterable[Line]) -> list[float]:
+def step_times(diary: Iterable[ProofLine]) -> list[float]:
     """Time at which each step was first recorded as finished, in order."""
     first: dict[int, float] = {}
     for line in diary:

@@ -30,7 +30,7 @@ from unicron_lightning.coordinator.incidents.facts import (
 )
 from unicron_lightning.demo.cluster import SharedNodes
 from unicron_lightning.demo.pictures import draw_sharing
-from unicron_lightning.demo.proof import Line, report, wasted
+from unicron_lightning.demo.proof import ProofLine, report, wasted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class DemoPhase:
     """A phase of the act: from ``start`` to ``end``, time.time()."""
 
     name: str
@@ -55,7 +55,7 @@ class Phase:
     end: float
 
 
-def mean_waf(works: Mapping[str, Work], phase: Phase) -> float:
+def mean_waf(works: Mapping[str, Work], phase: DemoPhase) -> float:
     """Weighted FLOP/s over a phase."""
     done = sum(work.worth * sum(1 for end in work.ends if phase.start < end <= phase.end) for work in works.values())
     return done / (phase.end - phase.start)
@@ -100,7 +100,7 @@ _ENDLESS: Final = ["--steps-per-epoch", "2000", "--epochs", "50"]
 class Story:
     """The course of the act; times are time.time()."""
 
-    phases: list[Phase] = field(default_factory=list)
+    phases: list[DemoPhase] = field(default_factory=list)
     moments: list[tuple[float, str]] = field(default_factory=list)
     allocations: list[dict[str, int]] = field(default_factory=list)
     killed: set[int] = field(default_factory=set)
@@ -142,9 +142,11 @@ def _play(nodes: SharedNodes, console: Console) -> Story:
         since = nodes.wait_worlds(worlds)
         start = time.time()
         if story.moments:
-            story.phases.append(Phase(name=f"{story.moments[-1][1]}: until all is in place", start=since, end=start))
+            story.phases.append(
+                DemoPhase(name=f"{story.moments[-1][1]}: until all is in place", start=since, end=start)
+            )
         time.sleep(_STEADY_SECONDS)
-        story.phases.append(Phase(name=name, start=start, end=time.time()))
+        story.phases.append(DemoPhase(name=name, start=start, end=time.time()))
         story.allocations.append({task: len(nodes.nodes_of(task)) for task in WEIGHTS})
         console.print(f"{name}: nodes {story.allocations[-1]}")
 
@@ -166,7 +168,7 @@ def _play(nodes: SharedNodes, console: Console) -> Story:
     return story
 
 
-def _tell(console: Console, story: Story, events: list[Line], works: dict[str, Work]) -> None:
+def _tell(console: Console, story: Story, events: list[ProofLine], works: dict[str, Work]) -> None:
     table = Table(title="WAF as measured, by phase")
     for name in ("phase", "seconds", "WAF (weighted GFLOP/s)"):
         table.add_column(name, justify="left" if name == "phase" else "right")
@@ -186,7 +188,7 @@ def _tell(console: Console, story: Story, events: list[Line], works: dict[str, W
     console.print(timeline)
 
 
-def _words(event: Line) -> str | None:
+def _words(event: ProofLine) -> str | None:
     """Text for an event of the log; None for events that are not shown."""
     name, fields = event["name"], event["fields"]
     match read_fact(name, fields, event["at"]):
@@ -225,7 +227,7 @@ def _difference(out: Path, task: str, steps: int) -> float:
 
 
 def _checks(
-    story: Story, events: list[Line], works: dict[str, Work], differences: dict[str, float], wasted: int
+    story: Story, events: list[ProofLine], works: dict[str, Work], differences: dict[str, float], wasted: int
 ) -> list[tuple[str, bool]]:
     full, fewer, again, alone = story.allocations
     before, during, after = (mean_waf(works, story.phases[number]) for number in (0, 2, 4))

@@ -27,7 +27,7 @@ _LEARNING_BEATS: Final = 60
 _BEATS_PER_SECOND: Final = 2000
 _REPORTS_PER_SECOND: Final = 1000
 
-Key = TypeVar("Key")
+KeyT = TypeVar("KeyT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Silence:
         return now - self._heard > self.threshold
 
 
-def ended(peers: Mapping[Key, Silence], limits: SilenceLimits, now: float) -> list[Key]:
+def ended(peers: Mapping[KeyT, Silence], limits: SilenceLimits, now: float) -> list[KeyT]:
     """Return dead peers. If most are silent together, this side is the likely cause, and they get more time."""
     silent = [key for key, peer in peers.items() if peer.is_end(now)]
     if len(silent) > 1 and 2 * len(silent) > len(peers):

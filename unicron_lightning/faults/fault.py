@@ -24,7 +24,7 @@ Kind = Literal[
     "corrupt gradient",
 ]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-Phase = Literal[
+FaultPhase = Literal[
     "exchange",
     "connect",
     "join",
@@ -39,7 +39,7 @@ Phase = Literal[
     "evaluated",
     "checkpoint",
 ]
-PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+PHASES: Final[tuple[FaultPhase, ...]] = get_args(FaultPhase)
 """Points of a worker's program at which a fault can strike; docs/faults.md describes each."""
 HANGS: Final = ("sleep", "spin", "gil")
 LASTING: Final = ("stop", "hang", "slow", "drop network")
@@ -94,7 +94,7 @@ class Fault:
     from_step: int | None = None
     micro_batch: int | None = None
     bucket: int | None = None
-    phase: Phase | None = None
+    phase: FaultPhase | None = None
     point: str | None = None
     world: int | None = None
     after: float | None = None

@@ -21,7 +21,7 @@ from unicron_lightning.errors import SessionRefused
 from unicron_lightning.node.link import NodeLink
 from unicron_lightning.node.options import NodeOptions, remember_logs
 from unicron_lightning.node.process import AgentProcess
-from unicron_lightning.node.reconcile import Key, key_of, steps
+from unicron_lightning.node.reconcile import AgentKey, key_of, steps
 from unicron_lightning.wire.daemon import Launch, NodeHello, NodeReport, NodeRun, NodeTask
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Daemon:
         self._options = options
         self._started_at = time.time()
         self._wanted: Sequence[Launch] = ()
-        self._agents: dict[Key, AgentProcess] = {}
+        self._agents: dict[AgentKey, AgentProcess] = {}
         self._wake: asyncio.TimerHandle | None = None
         self._ending = asyncio.Event()
         self._changed = asyncio.Event()

@@ -16,7 +16,7 @@ KILLED_SECONDS: Final = 1.0
 """torchrun was killed, e.g. for lack of memory, which is not the job's fault."""
 
 
-class Key(NamedTuple):
+class AgentKey(NamedTuple):
     """Identifies a torchrun agent of a node over its restarts."""
 
     task: str
@@ -53,17 +53,17 @@ class DueSteps:
     """
 
     start: tuple[Launch, ...] = ()
-    stop: tuple[Key, ...] = ()
-    forget: tuple[Key, ...] = ()
+    stop: tuple[AgentKey, ...] = ()
+    forget: tuple[AgentKey, ...] = ()
     wake_at: float | None = None
 
 
-def key_of(each: Launch | NodeTask) -> Key:
+def key_of(each: Launch | NodeTask) -> AgentKey:
     """Return the agent's key."""
-    return Key(each.job.name, each.job.submitted_at, each.slot)
+    return AgentKey(each.job.name, each.job.submitted_at, each.slot)
 
 
-def steps(wanted: Sequence[Launch], known: Mapping[Key, AgentState], now: float) -> DueSteps:
+def steps(wanted: Sequence[Launch], known: Mapping[AgentKey, AgentState], now: float) -> DueSteps:
     """Compare wanted agents with known ones.
 
     An agent that succeeded is not started again; one that failed is, after a pause. One that was stopped and is wanted

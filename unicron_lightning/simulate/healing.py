@@ -28,7 +28,7 @@ Doing = Literal["queued", "running", "detecting", "transition", "waiting", "over
 
 
 @dataclass(kw_only=True)
-class TaskState:
+class HealingTask:
     """State of a task."""
 
     task: SimTask
@@ -73,7 +73,7 @@ class Healing:
         self.books = Books(cluster, tasks, trace, costs, self.clock)
         self.free = set(range(cluster.num_places))
         in_places = {t.name: place_terms(t, cluster.place_workers, cluster.num_places) for t in tasks}
-        self.jobs = {t.name: TaskState(task=t, least=in_places[t.name].min_workers) for t in tasks}
+        self.jobs = {t.name: HealingTask(task=t, least=in_places[t.name].min_workers) for t in tasks}
         self._cell = cluster.cell
         self._owner: dict[int, str] = {}
         """Present or previous owner of each place."""
@@ -88,7 +88,7 @@ class Healing:
         self.clock.run(micros(self.books.trace.seconds))
         return self.books.result(self.policy.name)
 
-    def _expect(self, job: TaskState) -> None:
+    def _expect(self, job: HealingTask) -> None:
         task = job.task
         if task.arrival > 0:
             self.clock.at(micros(task.arrival), partial(self._arrives, job), order.ARRIVAL)
@@ -99,17 +99,17 @@ class Healing:
 
     # ---- tasks come and go
 
-    def _arrives(self, job: TaskState) -> None:
+    def _arrives(self, job: HealingTask) -> None:
         for other in self.jobs.values():
             self.books.meters[other.task.name].bills.forgive()
         self._start(job)
 
-    def _start(self, job: TaskState) -> None:
+    def _start(self, job: HealingTask) -> None:
         if self._takes_places(job):
             seconds = self.books.costs[job.task.name].takes("restart")
             self._change(job, Reaction(places=job.declared, seconds=seconds))
 
-    def _takes_places(self, job: TaskState) -> bool:
+    def _takes_places(self, job: HealingTask) -> bool:
         """Give a new task the places it would have in the ideal, as far as they are free."""
         wanted = int(self.books.ideal.places[job.task.name].at(self.clock.now))
         taken = sorted(self.free)[: max(wanted, job.least)]
@@ -119,12 +119,12 @@ class Healing:
         self._take(job, taken)
         return True
 
-    def _take(self, job: TaskState, places: list[int]) -> None:
+    def _take(self, job: HealingTask, places: list[int]) -> None:
         self.free.difference_update(places)
         job.alive.update(places)
         self._owner.update(dict.fromkeys(places, job.task.name))
 
-    def _departs(self, job: TaskState) -> None:
+    def _departs(self, job: HealingTask) -> None:
         if job.doing == "over":
             return
         job.doing = "over"
@@ -182,13 +182,13 @@ class Healing:
         if job is not None and job.doing == "running" and place in job.alive:
             self._runs(job)
 
-    def _corrupts(self, job: TaskState, fault: TraceFault) -> None:
+    def _corrupts(self, job: HealingTask, fault: TraceFault) -> None:
         meter = self.books.meters[job.task.name]
         meter.settle(self.clock.now)
         meter.position.corrupt()
         self.clock.after(fault.repair, partial(self._rolls_back, job, fault))
 
-    def _rolls_back(self, job: TaskState, fault: TraceFault) -> None:
+    def _rolls_back(self, job: HealingTask, fault: TraceFault) -> None:
         """Restart all from the newest checkpoint that is sound, when corrupted state is detected."""
         meter = self.books.meters[job.task.name]
         meter.settle(self.clock.now)
@@ -201,7 +201,7 @@ class Healing:
             meter.bills.known(self.clock.now)
             self._change(job, Reaction(places=len(job.alive), seconds=self.books.costs[job.task.name].takes("restart")))
 
-    def _leaves(self, place: int, job: TaskState | None) -> None:
+    def _leaves(self, place: int, job: HealingTask | None) -> None:
         self.free.discard(place)
         if job is not None:
             for places in (job.alive, job.dead, job.ready):
@@ -210,7 +210,7 @@ class Healing:
             if job.doing not in ("over", "queued"):
                 self._tell(job)
 
-    def _stops(self, job: TaskState, fault: TraceFault) -> None:
+    def _stops(self, job: HealingTask, fault: TraceFault) -> None:
         seconds = self.policy.notices(self.books.costs[job.task.name], fault)
         if job.doing != "detecting":
             job.doing = "detecting"
@@ -218,7 +218,7 @@ class Healing:
             self.clock.after(seconds, partial(self._known, job, job.version))
         self._tell(job)
 
-    def _known(self, job: TaskState, version: int) -> None:
+    def _known(self, job: HealingTask, version: int) -> None:
         if job.version != version:
             return
         self.books.meters[job.task.name].bills.known(self.clock.now)
@@ -228,7 +228,7 @@ class Healing:
 
     # ---- changes
 
-    def _situation(self, job: TaskState) -> TaskSituation:
+    def _situation(self, job: HealingTask) -> TaskSituation:
         return TaskSituation(
             task=job.task,
             costs=self.books.costs[job.task.name],
@@ -241,7 +241,7 @@ class Healing:
             faults=tuple(job.faults),
         )
 
-    def _change(self, job: TaskState, reaction: Reaction) -> None:
+    def _change(self, job: HealingTask, reaction: Reaction) -> None:
         """Carry out a reaction."""
         meter = self.books.meters[job.task.name]
         meter.settle(self.clock.now)
@@ -270,7 +270,7 @@ class Healing:
         self._tell(job)
         self.clock.after(reaction.seconds, partial(self._done, job, job.version))
 
-    def _waits(self, job: TaskState) -> None:
+    def _waits(self, job: HealingTask) -> None:
         """Let a task wait for nodes, until operators lose patience."""
         patience = self.policy.patience(self.costs)
         if job.doing != "waiting":
@@ -280,12 +280,12 @@ class Healing:
         job.doing = "waiting"
         self._tell(job)
 
-    def _scale_down(self, job: TaskState, wait: int) -> None:
+    def _scale_down(self, job: HealingTask, wait: int) -> None:
         if job.doing == "waiting" and job.waits == wait:
             job.size = job.least
             self._change(job, self.policy.scaled_down(self._situation(job)))
 
-    def _lose(self, job: TaskState, reaction: Reaction) -> None:
+    def _lose(self, job: HealingTask, reaction: Reaction) -> None:
         position = self.books.meters[job.task.name].position
         if reaction.loses == "step":
             position.lose(position.fraction)
@@ -293,44 +293,44 @@ class Healing:
             self.books.counts["checkpoints_loaded"] += 1
             position.back_to_checkpoint(memory=reaction.loses == "memory")
 
-    def _starts(self, job: TaskState, place: int) -> None:
+    def _starts(self, job: HealingTask, place: int) -> None:
         """Start a place's workers while the others continue."""
         job.dead.discard(place)
         self._starts_so_far += 1
         job.starting[place] = self._starts_so_far
         self.clock.after(self.costs.change.get("start", 0.0), partial(self._started, job, place, self._starts_so_far))
 
-    def _started(self, job: TaskState, place: int, number: int) -> None:
+    def _started(self, job: HealingTask, place: int, number: int) -> None:
         if job.starting.get(place) == number:
             del job.starting[place]
             job.ready.add(place)
             self._tell(job)
             self._consider(job)
 
-    def _done(self, job: TaskState, version: int) -> None:
+    def _done(self, job: HealingTask, version: int) -> None:
         if job.version == version:
             self._runs(job)
             self._consider(job)
 
-    def _runs(self, job: TaskState) -> None:
+    def _runs(self, job: HealingTask) -> None:
         job.doing = "running"
         job.version += 1
         self._tell(job)
         if job.task.steps is not None:
             self._expect_end(job)
 
-    def _expect_end(self, job: TaskState) -> None:
+    def _expect_end(self, job: HealingTask) -> None:
         meter = self.books.meters[job.task.name]
         assert job.task.steps is not None
         left, rate = job.task.steps - meter.position.steps, meter.rate(len(job.alive))
         if rate:
             self.clock.after(max(0.0, left) / rate, partial(self._ends, job, job.version))
 
-    def _ends(self, job: TaskState, version: int) -> None:
+    def _ends(self, job: HealingTask, version: int) -> None:
         if job.version == version:
             self._departs(job)
 
-    def _consider(self, job: TaskState) -> None:
+    def _consider(self, job: HealingTask) -> None:
         """Let the policy admit places beyond those that the task runs with."""
         if job.doing == "waiting":
             resumed = self.policy.resumes(self._situation(job))
@@ -349,7 +349,7 @@ class Healing:
             elif spares:
                 self._tell(job)
 
-    def _tell(self, job: TaskState) -> None:
+    def _tell(self, job: HealingTask) -> None:
         """Report the task's state to the books."""
         doing, name = job.doing, job.task.name
         if doing == "running":

@@ -9,10 +9,10 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unicron_lightning.coordinator.incidents.record import Phase
+from unicron_lightning.coordinator.incidents.record import IncidentPhase
 
-State = Literal["useful", "overhead", "recomputing", "detecting", "transition", "idle", "repairing"]
-STATES: Final[tuple[State, ...]] = (
+WorkerState = Literal["useful", "overhead", "recomputing", "detecting", "transition", "idle", "repairing"]
+STATES: Final[tuple[WorkerState, ...]] = (
     "useful",
     "overhead",
     "recomputing",
@@ -30,8 +30,8 @@ STATES: Final[tuple[State, ...]] = (
 * ``repairing``: its node is down.
 """
 
-Loss = Literal["detection", "transition", "sub_healthy", "overhead"]
-LOSSES: Final[tuple[Loss, ...]] = ("detection", "transition", "sub_healthy", "overhead")
+LossKind = Literal["detection", "transition", "sub_healthy", "overhead"]
+LOSSES: Final[tuple[LossKind, ...]] = ("detection", "transition", "sub_healthy", "overhead")
 MICRO: Final = 1_000_000
 """Times are counted in whole microseconds, so that sums are exact."""
 
@@ -55,8 +55,8 @@ class SimIncident:
     at: float
     known_at: float | None
     running_at: float | None
-    seconds: Mapping[Phase, float]
-    waf_seconds: Mapping[Phase, float]
+    seconds: Mapping[IncidentPhase, float]
+    waf_seconds: Mapping[IncidentPhase, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class TaskResult:
     weight: float
     present: float
     steps: float
-    worker_micros: Mapping[State, int]
+    worker_micros: Mapping[WorkerState, int]
     goodput: float
     ettr: float
 
@@ -110,8 +110,8 @@ class SimulationResult:
     times: NDArray[np.float64]
     values: NDArray[np.float64]
     ideal: float
-    worker_micros: Mapping[State, int]
-    lost: Mapping[Loss, float]
+    worker_micros: Mapping[WorkerState, int]
+    lost: Mapping[LossKind, float]
     tasks: Mapping[str, TaskResult]
     incidents: tuple[SimIncident, ...]
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -126,6 +126,6 @@ class SimulationResult:
         """Accumulated WAF as a fraction of the ideal."""
         return self.accumulated_waf / self.ideal if self.ideal else 1.0
 
-    def total(self, phase: Phase, of: Literal["seconds", "waf_seconds"] = "waf_seconds") -> float:
+    def total(self, phase: IncidentPhase, of: Literal["seconds", "waf_seconds"] = "waf_seconds") -> float:
         """Return the sum over all incidents."""
         return sum(float(getattr(incident, of)[phase]) for incident in self.incidents)

@@ -69,7 +69,7 @@ class ActivityReport(Message, frozen=True, kw_only=True, tag="activity_report"):
     step: Count
     """Number of finished optimizer steps."""
     phase: Word
-    """See `worker.control.activity.Phase`."""
+    """See `worker.control.activity.ActivityPhase`."""
     waiting: bool
     """Whether the training thread waits for other ranks in a collective."""
     overdue: bool

@@ -17,7 +17,7 @@ from aiohttp import web
 from coordinator.shell import Coordinator, ask, known
 
 from unicron_lightning import wire
-from unicron_lightning.agent.link.session import CoordinatorSession, SessionHooks
+from unicron_lightning.agent.link.coordinator_session import CoordinatorSession, SessionHooks
 from unicron_lightning.cli.client import Access, fetch
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven, UnicronError

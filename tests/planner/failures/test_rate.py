@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_lightning.planner.failures.model import FailureModel
+from unicron_lightning.planner.failures.hazards import FailureModel
 from unicron_lightning.planner.failures.rate import RateBelief
 
 HOUR = 3600.0

@@ -15,13 +15,13 @@ from planner.performance.published import GPT_22B, GPT_175B, LLAMA_8B, LLAMA_70B
 from unicron_lightning.planner.performance import search
 from unicron_lightning.planner.performance.cluster import A100, H100, H200, PRESETS
 from unicron_lightning.planner.performance.layouts import Layouts
-from unicron_lightning.planner.performance.memory import worker_bytes
 from unicron_lightning.planner.performance.model import PerformanceModel
 from unicron_lightning.planner.performance.recipe import MEGATRON_2022, MEGATRON_CORE, RECIPES
 from unicron_lightning.planner.performance.search import SearchSpace
 from unicron_lightning.planner.performance.shape import ModelShape
 from unicron_lightning.planner.performance.timing import step_seconds
 from unicron_lightning.planner.performance.transformer import RELATIVE_ERROR, TransformerModel
+from unicron_lightning.planner.performance.worker_memory import worker_bytes
 
 TINY = ModelShape(num_layers=6, hidden_size=1024, num_heads=4, sequence_length=512, vocabulary_size=1000)
 MODELS = st.builds(

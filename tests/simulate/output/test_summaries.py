@@ -13,13 +13,13 @@ from simulate.scenes import CLUSTER, costs, random_trace, two_tasks
 from unicron_lightning.simulate.__main__ import variant_of
 from unicron_lightning.simulate.output.files import save_result, save_table
 from unicron_lightning.simulate.output.pictures import WafCurve, curves_picture, median_of
-from unicron_lightning.simulate.output.summaries import Row, summary, with_ratio
+from unicron_lightning.simulate.output.summaries import SummaryRow, summary, with_ratio
 from unicron_lightning.simulate.output.sweep import num_jobs, read_curves
 from unicron_lightning.simulate.output.tables import as_markdown
 from unicron_lightning.simulate.settings import simulate
 
 
-def row(policy: str, seed: int, waf: float, variant: str = "") -> Row:
+def row(policy: str, seed: int, waf: float, variant: str = "") -> SummaryRow:
     numbers = {f"lost_{loss}": 0.1 for loss in ("detection", "transition", "sub_healthy", "overhead")}
     return {
         "policy": policy,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from unicron_lightning import wire
-from unicron_lightning.worker.control.activity import Activity, Phase, StepTimes
+from unicron_lightning.worker.control.activity import Activity, ActivityPhase, StepTimes
 from unicron_lightning.worker.control.monitor import BUSY, TICK_SECONDS, Monitor
 from unicron_lightning.worker.control.statistics import RECENT, WARM_UP, StepStatistics
 
@@ -143,7 +143,7 @@ class Worker:
         if doing is not None:
             self.told.append(doing)
 
-    def enter(self, phase: Phase, seconds: float, *, waiting: bool = False, process_runs: bool = True) -> None:
+    def enter(self, phase: ActivityPhase, seconds: float, *, waiting: bool = False, process_runs: bool = True) -> None:
         self.activity.enter(phase)
         self.activity.waits(waiting)
         self.spend(seconds, process_runs=process_runs)
@@ -176,7 +176,9 @@ def worker() -> Worker:
 
 
 @pytest.mark.parametrize(("phase", "waiting"), [("compute", False), ("reduce", True), ("optimizer", False)])
-def test_a_hang_is_told_soon_again_and_again_and_when_it_is_over(worker: Worker, phase: Phase, waiting: bool) -> None:
+def test_a_hang_is_told_soon_again_and_again_and_when_it_is_over(
+    worker: Worker, phase: ActivityPhase, waiting: bool
+) -> None:
     began = worker.now
     worker.enter(phase, 5.5, waiting=waiting)
     first = worker.overdue[0]
@@ -192,7 +194,7 @@ def test_a_hang_is_told_soon_again_and_again_and_when_it_is_over(worker: Worker,
 @pytest.mark.parametrize(
     ("phase", "seconds"), [("validation", 500), ("checkpoint", 500), ("data", 250), ("hooks", 50), ("epoch_end", 500)]
 )
-def test_what_takes_long_by_nature_is_no_hang(worker: Worker, phase: Phase, seconds: float) -> None:
+def test_what_takes_long_by_nature_is_no_hang(worker: Worker, phase: ActivityPhase, seconds: float) -> None:
     worker.enter(phase, seconds)
     worker.enter("reduce", 0.3, waiting=True)
     worker.train(5)
@@ -203,13 +205,13 @@ def test_what_takes_long_by_nature_is_no_hang(worker: Worker, phase: Phase, seco
 
 
 @pytest.mark.parametrize(("phase", "seconds"), [("data", 310), ("hooks", 65), ("validation", 610), ("checkpoint", 610)])
-def test_but_not_for_ever(worker: Worker, phase: Phase, seconds: float) -> None:
+def test_but_not_for_ever(worker: Worker, phase: ActivityPhase, seconds: float) -> None:
     worker.enter(phase, seconds)
     assert worker.overdue and worker.overdue[0].phase == phase and not worker.overdue[0].waiting
 
 
 @pytest.mark.parametrize("phase", ["hooks", "boundary"])
-def test_a_long_wait_for_others_is_told_less_and_less_often(worker: Worker, phase: Phase) -> None:
+def test_a_long_wait_for_others_is_told_less_and_less_often(worker: Worker, phase: ActivityPhase) -> None:
     worker.enter(phase, 0.9, waiting=True)
     assert not worker.told
     worker.enter("epoch_end", 0.1)

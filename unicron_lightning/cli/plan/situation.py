@@ -17,7 +17,7 @@ from unicron_lightning.cli.plan.config import (
     TransformerConfig,
 )
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.planner.failures.model import (
+from unicron_lightning.planner.failures.hazards import (
     SECONDS_PER_HOUR,
     ConstantHazard,
     FailureModel,

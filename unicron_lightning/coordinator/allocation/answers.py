@@ -70,7 +70,7 @@ class Planning:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unicron-planner")
-        self._ahead: Ahead | None = None
+        self._ahead: AskedAhead | None = None
 
     def ask(self, question: Question, known: Knowledge, then: Callable[[ev.Planned], None]) -> None:
         """Answer in the planner's thread, call ``then`` there with the answer, and then plan ahead."""
@@ -135,11 +135,11 @@ class Planning:
         else:
             return
         launches = {each: solve(state_of(each, known)) for each in standing.launches()}
-        self._ahead = Ahead(standing=standing, state=state, table=table, launches=launches)
+        self._ahead = AskedAhead(standing=standing, state=state, table=table, launches=launches)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ahead:
+class AskedAhead:
     """Plans for likely next events.
 
     Attributes:

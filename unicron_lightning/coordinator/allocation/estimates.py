@@ -37,7 +37,7 @@ from unicron_lightning.jobs import Job
 
 if TYPE_CHECKING:
     from unicron_lightning.coordinator.config.schema import PlannerConfig
-    from unicron_lightning.planner.failures.model import FailureModel
+    from unicron_lightning.planner.failures.hazards import FailureModel
     from unicron_lightning.planner.performance.calibrated import Measurement
     from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel
     from unicron_lightning.planner.transitions import TransitionTimes
@@ -175,7 +175,7 @@ def failure_model(tasks: Mapping[str, Task], past: Lifetimes, planner: PlannerCo
         past: lifetimes of ended tasks.
         planner: has the mean times between failures, each weighted like one observed failure.
     """
-    from unicron_lightning.planner.failures.model import FailureModel
+    from unicron_lightning.planner.failures.hazards import FailureModel
     from unicron_lightning.planner.failures.rate import RateBelief
 
     slots = RateBelief.from_mtbf(planner.node_mtbf_hours * _HOUR)

@@ -45,9 +45,9 @@ from unicron_lightning.coordinator.incidents.record import (
     Accounts,
     Bill,
     Incident,
+    IncidentPhase,
     Level,
     Loss,
-    Phase,
     PhaseCost,
     left_to,
 )
@@ -271,7 +271,7 @@ def _added(losses: list[Loss], loss: Loss) -> list[Loss]:
     return [*losses, loss]
 
 
-def _cost(task: Task, losses: Iterable[Loss], phase: Phase, seconds: float, flops: float | None) -> PhaseCost:
+def _cost(task: Task, losses: Iterable[Loss], phase: IncidentPhase, seconds: float, flops: float | None) -> PhaseCost:
     """Sum a phase's losses."""
     workers, steps = 0.0, 0.0
     known = flops is not None

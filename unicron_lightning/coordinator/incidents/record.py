@@ -98,14 +98,14 @@ class Measured(msgspec.Struct, kw_only=True):
     """time.time() at which the transition in progress began; 0 if there is none."""
 
 
-Phase = Literal["detection", "transition", "sub_healthy"]
-PHASES: Final[tuple[Phase, ...]] = ("detection", "transition", "sub_healthy")
+IncidentPhase = Literal["detection", "transition", "sub_healthy"]
+PHASES: Final[tuple[IncidentPhase, ...]] = ("detection", "transition", "sub_healthy")
 
 
 class Loss(msgspec.Struct, kw_only=True):
     """A period in which a task had fewer workers at work than it should have had."""
 
-    phase: Phase
+    phase: IncidentPhase
     due: Level
     """Size that the task should have had, less the part that an earlier incident accounts for."""
     had: Level
@@ -133,7 +133,7 @@ class Incident(msgspec.Struct, kw_only=True):
     losses: list[Loss] = []
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> IncidentPhase:
         """The present phase; detection is over when an incident is known."""
         return "transition" if self.stepped_at is None else "sub_healthy"
 
@@ -160,7 +160,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     workers_before: int
     weight: float
     flops_per_step: float | None
-    phases: dict[Phase, PhaseCost]
+    phases: dict[IncidentPhase, PhaseCost]
 
 
 _Capacity = TypeVar("_Capacity")

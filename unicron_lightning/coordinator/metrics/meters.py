@@ -23,7 +23,7 @@ from unicron_lightning.coordinator.incidents.facts import (
     WorkerDeath,
     is_failure,
 )
-from unicron_lightning.coordinator.incidents.record import PHASES, Phase
+from unicron_lightning.coordinator.incidents.record import PHASES, IncidentPhase
 from unicron_lightning.coordinator.metrics.task_time import TaskTime, occupation_of
 from unicron_lightning.coordinator.severity.errors import Severity, known
 from unicron_lightning.coordinator.state import Cluster, Task
@@ -72,8 +72,8 @@ class TaskCounts:
         """None for workers that do not report samples, e.g. those of a script without a data loader."""
         self.incidents: Counter[Severity] = Counter()
         self.failures: Counter[str] = Counter()
-        self.lost_worker_seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
-        self.lost_flops: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+        self.lost_worker_seconds: dict[IncidentPhase, float] = dict.fromkeys(PHASES, 0.0)
+        self.lost_flops: dict[IncidentPhase, float] = dict.fromkeys(PHASES, 0.0)
         self.ended_at: float | None = None
         self._life, self._stepped_life = 0, 0
         self._step: int | None = None
@@ -192,7 +192,7 @@ class Meters:
         self.plan_seconds = Histogram(SHORT)
         self.plan_waf: float | None = None
         self.store_seconds, self.loop_lag = Histogram(SHORT), Histogram(SHORT)
-        self.phases: dict[Phase, Histogram] = {phase: Histogram(LONG) for phase in PHASES}
+        self.phases: dict[IncidentPhase, Histogram] = {phase: Histogram(LONG) for phase in PHASES}
 
     def observe(self, event: ev.Input, actions: Iterable[ev.Action], cluster: Cluster, now: float) -> None:
         """Count an input and the machine's answer to it.

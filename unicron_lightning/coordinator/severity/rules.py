@@ -14,7 +14,7 @@ from unicron_lightning.coordinator.severity.errors import REPORTED_ONLY
 from unicron_lightning.coordinator.severity.record import Failure, SeverityRecord
 
 Trigger = Literal["SEV3", "SEV2", "SEV1", "judged"]
-Action = Literal["tell", "reattempt", "escalate", "restart", "isolate", "cordon", "revert", "stop"]
+RuleAction = Literal["tell", "reattempt", "escalate", "restart", "isolate", "cordon", "revert", "stop"]
 
 TRIALS: Final = 2
 """Failures allowed in a layout without a finished step: one may happen by chance, two in a row are the layout's."""
@@ -120,7 +120,7 @@ class Rule:
     on: Trigger
     when: str
     holds: Callable[[Case], bool]
-    action: Action
+    action: RuleAction
     then: str
 
 
@@ -137,7 +137,7 @@ class Decision:
     """
 
     rule: str
-    action: Action
+    action: RuleAction
     error: Failure | None
     reason: str
     facts: dict[str, Any]

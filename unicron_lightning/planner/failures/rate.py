@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from unicron_lightning.planner.failures.model import ConstantHazard
+from unicron_lightning.planner.failures.hazards import ConstantHazard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,10 @@ import numpy as np
 
 from unicron_lightning.planner.performance.cluster import Hardware
 from unicron_lightning.planner.performance.layouts import RECOMPUTE, FloatArray, IntArray, Layouts
-from unicron_lightning.planner.performance.memory import worker_bytes
 from unicron_lightning.planner.performance.recipe import Recipe
 from unicron_lightning.planner.performance.shape import ModelShape
 from unicron_lightning.planner.performance.timing import step_seconds
+from unicron_lightning.planner.performance.worker_memory import worker_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,9 +29,9 @@ import numpy as np
 
 from unicron_lightning.planner.performance.cluster import Hardware
 from unicron_lightning.planner.performance.layouts import RECOMPUTE, FloatArray, IntArray, Layouts
-from unicron_lightning.planner.performance.memory import core_bytes, linear_bytes, stage_parameters
 from unicron_lightning.planner.performance.recipe import Recipe
 from unicron_lightning.planner.performance.shape import ModelShape
+from unicron_lightning.planner.performance.worker_memory import core_bytes, linear_bytes, stage_parameters
 
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 

@@ -12,7 +12,7 @@ from unicron_lightning.simulate.accounts.ideal import Ideal
 from unicron_lightning.simulate.accounts.meter import TaskMeter
 from unicron_lightning.simulate.clock import REPAIR, Clock, micros
 from unicron_lightning.simulate.costs import Costs
-from unicron_lightning.simulate.result import LOSSES, MICRO, STATES, Loss, SimulationResult, State, TaskResult
+from unicron_lightning.simulate.result import LOSSES, MICRO, STATES, LossKind, SimulationResult, TaskResult, WorkerState
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask
 
@@ -100,7 +100,7 @@ class Books:
         first = place * self.cluster.cell
         return not any(node in self.down for node in range(first, first + self.cluster.cell))
 
-    def set(self, task: str, state: State, places: int, starting: int = 0, slowdown: float = 0.0) -> None:
+    def set(self, task: str, state: WorkerState, places: int, starting: int = 0, slowdown: float = 0.0) -> None:
         """Set a task's state from now on, its places, the number of places being started for it, and its slowdown."""
         self.meters[task].set(self.clock.now, state, places, starting, slowdown)
         assert self._held() + len(self.down) * self.cluster.workers_per_node <= self.cluster.num_workers
@@ -114,8 +114,8 @@ class Books:
         """Return the result up to now."""
         end = self.clock.now
         self._settle_down()
-        spent: Counter[State] = Counter(dict.fromkeys(STATES, 0))
-        lost: dict[Loss, float] = dict.fromkeys(LOSSES, 0.0)
+        spent: Counter[WorkerState] = Counter(dict.fromkeys(STATES, 0))
+        lost: dict[LossKind, float] = dict.fromkeys(LOSSES, 0.0)
         for name, meter in self.meters.items():
             if name not in self._gone:
                 meter.settle(end)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from unicron_lightning.coordinator.incidents.record import PHASES, Phase, left_to
+from unicron_lightning.coordinator.incidents.record import PHASES, IncidentPhase, left_to
 from unicron_lightning.simulate.accounts.ideal import StepFunction
 from unicron_lightning.simulate.costs import Costs
-from unicron_lightning.simulate.result import LOSSES, MICRO, Loss, SimIncident, State
+from unicron_lightning.simulate.result import LOSSES, MICRO, LossKind, SimIncident, WorkerState
 from unicron_lightning.simulate.workload import SimTask
 
-_PHASE: dict[State, Phase] = {"detecting": "detection", "useful": "sub_healthy"}
+_PHASE: dict[WorkerState, IncidentPhase] = {"detecting": "detection", "useful": "sub_healthy"}
 """Phases by state; all other states belong to the transition."""
 
 
@@ -28,8 +28,8 @@ class _Open:
         self.due = due
         self.known_at: int | None = None
         self.running_at: int | None = None
-        self.micros: dict[Phase, int] = dict.fromkeys(PHASES, 0)
-        self.waf: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+        self.micros: dict[IncidentPhase, int] = dict.fromkeys(PHASES, 0)
+        self.waf: dict[IncidentPhase, float] = dict.fromkeys(PHASES, 0.0)
 
 
 class Bills:
@@ -70,13 +70,13 @@ class Bills:
         self._closed.extend(incident for incident in self._open if incident not in kept)
         self._open = kept
 
-    def settle(self, start: int, end: int, state: State, waf: float) -> None:
+    def settle(self, start: int, end: int, state: WorkerState, waf: float) -> None:
         """Account for a period; incidents whose WAF is restored are closed."""
         while state == "useful" and self._open and waf >= self._open[-1].due * (1.0 - 1e-12):
             self._closed.append(self._open.pop())
         for place, incident in enumerate(self._open):
             newest = place + 1 == len(self._open)
-            phase: Phase = "sub_healthy" if incident.running_at is not None else _PHASE.get(state, "transition")
+            phase: IncidentPhase = "sub_healthy" if incident.running_at is not None else _PHASE.get(state, "transition")
             if newest and state == "recomputing":
                 phase = "transition"
             had = left_to([each.due for each in self._open], place, waf)
@@ -101,7 +101,7 @@ def _told(task: str, incident: _Open) -> SimIncident:
     )
 
 
-_WHY: dict[State, Loss] = {"detecting": "detection", "transition": "transition", "idle": "sub_healthy"}
+_WHY: dict[WorkerState, LossKind] = {"detecting": "detection", "transition": "transition", "idle": "sub_healthy"}
 
 
 class Position:
@@ -181,17 +181,17 @@ class TaskMeter:
 
     def __init__(self, task: SimTask, costs: Costs, place_workers: int, ideal: StepFunction) -> None:
         self.task = task
-        self.lost: dict[Loss, float] = dict.fromkeys(LOSSES, 0.0)
+        self.lost: dict[LossKind, float] = dict.fromkeys(LOSSES, 0.0)
         """Weighted FLOP missing relative to the ideal, by reason."""
         self.position = Position(costs)
-        self.state: State = "idle"
+        self.state: WorkerState = "idle"
         self.places = 0
         """Places with workers in ``state``."""
         self.slowdown = 0.0
         """Fraction by which its steps take longer, because a place is slow."""
         self.starting = 0
         """Places whose workers are being started while the others continue."""
-        self.worker_micros: Counter[State] = Counter()
+        self.worker_micros: Counter[WorkerState] = Counter()
         self.changes: list[tuple[int, float]] = []
         """Pairs of a time and the WAF from then on."""
         self.counted_flops = 0.0
@@ -226,7 +226,7 @@ class TaskMeter:
         """Record the task's arrival."""
         self._since = now
 
-    def set(self, now: int, state: State, places: int, starting: int = 0, slowdown: float = 0.0) -> None:
+    def set(self, now: int, state: WorkerState, places: int, starting: int = 0, slowdown: float = 0.0) -> None:
         """Set the state from now on: ``useful`` makes steps (maybe repeated ones); all other states make no steps."""
         self.settle(now)
         self.state, self.places, self.starting, self.slowdown = state, places, starting, slowdown

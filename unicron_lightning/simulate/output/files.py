@@ -9,12 +9,12 @@ from pathlib import Path
 
 from unicron_lightning.coordinator.incidents.record import PHASES
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.output.summaries import Row
+from unicron_lightning.simulate.output.summaries import SummaryRow
 from unicron_lightning.simulate.result import SimIncident, SimulationResult
 from unicron_lightning.simulate.settings import Format
 
 
-def save_table(path: Path, rows: Sequence[Row], form: Format) -> Path:
+def save_table(path: Path, rows: Sequence[SummaryRow], form: Format) -> Path:
     """Write rows; columns are those of all rows, in the order of first appearance.
 
     Args:
@@ -47,7 +47,7 @@ def save_table(path: Path, rows: Sequence[Row], form: Format) -> Path:
     return file
 
 
-def save_result(folder: Path, result: SimulationResult, row: Row, form: Format) -> None:
+def save_result(folder: Path, result: SimulationResult, row: SummaryRow, form: Format) -> None:
     """Write one simulation: ``row.json``, the table of WAF over time, and that of incidents."""
     folder.mkdir(parents=True, exist_ok=True)
     times = result.times.tolist()
@@ -61,7 +61,7 @@ def save_result(folder: Path, result: SimulationResult, row: Row, form: Format) 
     part.replace(folder / "row.json")
 
 
-def _incidents(incidents: Iterable[SimIncident]) -> Iterable[Row]:
+def _incidents(incidents: Iterable[SimIncident]) -> Iterable[SummaryRow]:
     for incident in incidents:
         row: dict[str, str | int | float] = {"task": incident.task, "kind": incident.kind, "at": incident.at}
         for phase in PHASES:

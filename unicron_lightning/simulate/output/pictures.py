@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unicron_lightning.simulate.output.summaries import Row
+from unicron_lightning.simulate.output.summaries import SummaryRow
 from unicron_lightning.simulate.result import LOSSES
 
 DAY: Final = 86400.0
@@ -41,7 +41,7 @@ class WafCurve:
         waf: WAF from each of these times on, weighted FLOP/s.
     """
 
-    row: Row
+    row: SummaryRow
     seconds: NDArray[np.float64]
     waf: NDArray[np.float64]
 
@@ -132,7 +132,7 @@ def _accumulated(axes: Any, curve: WafCurve, seeds: Sequence[WafCurve], policy: 
     axes.plot(times / DAY, done, color=colour_of(policy), label=f"{policy}: {done[-1]:.3f}", linewidth=1.5)
 
 
-def losses_picture(path: Path, rows: Sequence[Row]) -> None:
+def losses_picture(path: Path, rows: Sequence[SummaryRow]) -> None:
     """Draw the losses of ideal WAF by cause as bars, by policy and trace, with the ratio to the reference.
 
     Args:
@@ -141,7 +141,7 @@ def losses_picture(path: Path, rows: Sequence[Row]) -> None:
     """
     from matplotlib.figure import Figure
 
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[SummaryRow]] = {}
     for row in rows:
         title = ", ".join(str(row[name]) for name in ("trace", "workload", "variant") if row[name])
         groups.setdefault(title, []).append(row)
@@ -159,7 +159,7 @@ def losses_picture(path: Path, rows: Sequence[Row]) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _bars(axes: Any, title: str, group: Sequence[Row]) -> None:
+def _bars(axes: Any, title: str, group: Sequence[SummaryRow]) -> None:
     places = np.arange(len(group))[::-1]
     left = np.zeros(len(group))
     for loss in LOSSES:

@@ -9,7 +9,7 @@ from typing import Final
 from unicron_lightning.coordinator.incidents.record import PHASES
 from unicron_lightning.simulate.result import LOSSES, MICRO, STATES, SimulationResult
 
-Row = Mapping[str, str | int | float]
+SummaryRow = Mapping[str, str | int | float]
 
 WHAT: Final = ("policy", "trace", "workload", "variant")
 """Columns that identify the simulation; the results are averaged over `seed`."""
@@ -18,7 +18,7 @@ EXACT: Final = "seed"
 
 def row_of(
     result: SimulationResult, *, workload: str, seed: int, variant: str, num_workers: int, num_faults: int
-) -> Row:
+) -> SummaryRow:
     """Convert a result to a row: WAF in weighted FLOP, losses as fractions of the ideal, states of all workers'
     time.
     """
@@ -49,14 +49,14 @@ def row_of(
     return row
 
 
-def with_ratio(rows: Sequence[Row], reference: str) -> list[Row]:
+def with_ratio(rows: Sequence[SummaryRow], reference: str) -> list[SummaryRow]:
     """Add ``ratio`` to rows: accumulated WAF over that of the reference policy in the same situation and seed.
 
     A variant without a reference of its own is compared with the unchanged reference. Without any reference, no ratio
     is added.
     """
     base = {_situation(row): float(row["waf"]) for row in rows if row["policy"] == reference}
-    made: list[Row] = []
+    made: list[SummaryRow] = []
     for row in rows:
         trace, workload, _, seed = _situation(row)
         waf = base.get(_situation(row), base.get((trace, workload, "", seed)))
@@ -64,13 +64,13 @@ def with_ratio(rows: Sequence[Row], reference: str) -> list[Row]:
     return made
 
 
-def _situation(row: Row) -> tuple[str, str, str, int]:
+def _situation(row: SummaryRow) -> tuple[str, str, str, int]:
     return str(row["trace"]), str(row["workload"]), str(row["variant"]), int(row["seed"])
 
 
-def summary(rows: Iterable[Row]) -> list[Row]:
+def summary(rows: Iterable[SummaryRow]) -> list[SummaryRow]:
     """Summarize rows by policy, trace, workload and variant: means over seeds, with ranges of the main results."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, ...], list[SummaryRow]] = {}
     for row in rows:
         groups.setdefault(tuple(str(row[name]) for name in WHAT), []).append(row)
     made = []
@@ -92,5 +92,5 @@ def summary(rows: Iterable[Row]) -> list[Row]:
     return sorted(made, key=lambda mean: first[_group(mean)])
 
 
-def _group(row: Row) -> tuple[str, ...]:
+def _group(row: SummaryRow) -> tuple[str, ...]:
     return str(row["trace"]), str(row["workload"]), str(row["variant"])

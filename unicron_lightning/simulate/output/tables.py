@@ -12,9 +12,9 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from unicron_lightning.simulate.output.summaries import Row
+from unicron_lightning.simulate.output.summaries import SummaryRow
 
-Say = Callable[[Row], str]
+Say = Callable[[SummaryRow], str]
 
 
 def _part(name: str) -> Say:
@@ -22,7 +22,7 @@ def _part(name: str) -> Say:
 
 
 def _range(name: str, form: str, factor: float = 1.0) -> Say:
-    def say(row: Row) -> str:
+    def say(row: SummaryRow) -> str:
         if name not in row:
             return ""
         text = form.format(factor * float(row[name]))
@@ -35,7 +35,7 @@ def _range(name: str, form: str, factor: float = 1.0) -> Say:
 
 
 def _seconds(name: str) -> Say:
-    def say(row: Row) -> str:
+    def say(row: SummaryRow) -> str:
         value = float(row[name])
         return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
@@ -68,7 +68,7 @@ _WORDS: Final = ("trace", "workload", "variant", "policy")
 _UNLESS_DIFFERENT: Final = ("workload", "variant")
 
 
-def _shown(rows: Sequence[Row]) -> list[tuple[str, Say]]:
+def _shown(rows: Sequence[SummaryRow]) -> list[tuple[str, Say]]:
     """Select columns with content; workload and variant only where they differ."""
     kept = []
     for title, say in COLUMNS:
@@ -83,7 +83,7 @@ def console() -> Console:
     return Console() if Console().is_terminal else Console(width=170)
 
 
-def as_table(rows: Sequence[Row], title: str) -> Table:
+def as_table(rows: Sequence[SummaryRow], title: str) -> Table:
     """Render rows for a terminal."""
     table = Table(title=title, title_justify="left")
     columns = _shown(rows)
@@ -99,7 +99,7 @@ def as_table(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
+def as_markdown(rows: Sequence[SummaryRow]) -> str:
     """Render rows for a document."""
     columns = _shown(rows)
     lines = [

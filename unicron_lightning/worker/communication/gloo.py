@@ -27,7 +27,7 @@ from unicron_lightning.worker.communication.background_connect import abandoned
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted, Gate, Handle, gather_bytes
 from unicron_lightning.worker.communication.gloo_addresses import (
     AddressStore,
-    Exchange,
+    AllGather,
     GatheredAddresses,
     StoredAddresses,
 )
@@ -79,7 +79,7 @@ class GlooGroup:
 
     def __init__(
         self,
-        store: dist.Store | Exchange,
+        store: dist.Store | AllGather,
         rank: int,
         world: int,
         host: str,
@@ -185,7 +185,7 @@ class GlooCommunicator:
 
     def __init__(
         self,
-        store: dist.Store | Exchange,
+        store: dist.Store | AllGather,
         rank: int,
         world: int,
         host: str,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from unicron_lightning.worker.communication import sockets
 
-Exchange = Callable[[bytes], Sequence[bytes]]
+AllGather = Callable[[bytes], Sequence[bytes]]
 """Gives the other members this one's bytes, and returns those of all, in rank order."""
 _AGAIN_SECONDS: Final = 0.005
 _PEER_SECONDS: Final = 300.0
@@ -93,7 +93,7 @@ class GatheredAddresses(AddressStore):
         exchange: the collective.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: AllGather) -> None:
         super().__init__()
         self._exchange = exchange
         self._all: dict[str, bytes] = {}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-Phase = Literal[
+ActivityPhase = Literal[
     "start",  # until the first step
     "over",  # after the last step
     "data",  # fetches samples
@@ -45,7 +45,7 @@ _EVALUATED: Final = 100
 class Moment(NamedTuple):
     """The training thread's activity at a moment. Times are those of the activity's clock, in seconds."""
 
-    phase: Phase
+    phase: ActivityPhase
     since: float
     """Start of the phase, or of its present part (a batch of a validation)."""
     core: float
@@ -112,7 +112,7 @@ class Activity:
         """Finished steps that have not been read; the reader removes them."""
         self.began = self.now.since
         """Start of the step in progress, i.e. the time of the last commit."""
-        self.passed: set[Phase] = set()
+        self.passed: set[ActivityPhase] = set()
         """Phases between steps that this process has passed."""
         self.evaluated: deque[float] = deque(maxlen=_EVALUATED)
         """Seconds of the last batches of validations, without those in which this rank waited."""
@@ -122,7 +122,7 @@ class Activity:
         self.waits_since = self.now.since
         """Time at which the newest wait for other ranks began."""
 
-    def enter(self, phase: Phase, micro_batch: int = -1) -> None:
+    def enter(self, phase: ActivityPhase, micro_batch: int = -1) -> None:
         """Begin a phase, or a new part of the present one."""
         now, before = self.clock(), self.now
         core = self._note(before, now)
@@ -133,7 +133,7 @@ class Activity:
         self.now = Moment(phase, now, core, before.steady and phase not in UNSETTLING, False, micro_batch, self._waited)
 
     @contextlib.contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
+    def during(self, phase: ActivityPhase) -> Iterator[None]:
         """Run in a phase, then return to the phase before."""
         before, passed = self.now.phase, frozenset(self.passed)
         self.enter(phase)

@@ -24,9 +24,8 @@ from functools import cached_property
 from typing import Final, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
+from unicron_lightning.planner.performance.layouts import FloatArray
 
 SECONDS_PER_HOUR: Final = 3600.0
 _RELATIVE_ERROR: Final = 1e-15
