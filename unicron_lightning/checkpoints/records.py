@@ -2,7 +2,8 @@
 
 What completes a checkpoint leaves a record there before it notifies anybody: a worker, or its writer, which outlives
 it. If all workers die or fail before their reports arrive, those of the next life find the records of their agents. A
-record has the digest, so that the checkpoint is checked as one that was reported.
+record has the digest, so that the checkpoint is checked as one that was reported. The agent reports the record of a
+worker that dies, since it may not run a worker of the next life at its start; what a writer completes later is found.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ logger = logging.getLogger(__name__)
 _PREFIX: Final = "complete-"
 
 
-def record_path(folder: Path) -> Path:
-    """Return where this worker, and its writer, leave the record of their newest checkpoint in an agent's folder."""
-    return folder / f"{_PREFIX}{os.getpid()}"
+def record_path(folder: Path, pid: int | None = None) -> Path:
+    """Return where a worker (None: this one), and its writer, leave the record of their newest checkpoint.
+
+    Args:
+        folder: of the agent.
+        pid: the worker's process.
+    """
+    return folder / f"{_PREFIX}{os.getpid() if pid is None else pid}"
 
 
 def leave_record(place: Path, path: str, step: int, digest: str, fit: int) -> None:
@@ -46,6 +52,14 @@ def leave_record(place: Path, path: str, step: int, digest: str, fit: int) -> No
     partial = place.with_suffix(f".{os.getpid()}")
     partial.write_bytes(msgspec.json.encode(found))
     partial.rename(place)
+
+
+def record_of(folder: Path, pid: int) -> wire.Checkpoint | None:
+    """Return the newest checkpoint that a worker of an agent has completed, unread; None without a record."""
+    try:
+        return msgspec.json.decode(read_regular(record_path(folder, pid)), type=wire.Checkpoint)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def left_records(folder: Path, reported: Sequence[wire.Checkpoint]) -> list[wire.Checkpoint]:
