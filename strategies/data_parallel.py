@@ -28,10 +28,10 @@ from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints
 from unicron_lightning.strategies.state.divergence import Divergence
 from unicron_lightning.strategies.state.division import StateDivision
-from unicron_lightning.worker.balance import Balance, deal
+from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import World
-from unicron_lightning.worker.ledger import own, share
+from unicron_lightning.worker.rows import shares_of
 from unicron_lightning.worker.step import GradientStep
 
 if TYPE_CHECKING:
@@ -86,17 +86,12 @@ class DataParallel(Parallelism):
             join_state.share_initial(strategy.module, strategy.engine)
 
     def share(self, micro_batches: range) -> list[int]:
-        world, balance = self._strategy.engine.world, self.steps.balance
-        counts = None if balance is None else balance.counts(len(micro_batches))
-        if counts is None:
-            return share(micro_batches, world.rank, world.size)
-        return deal(micro_batches, counts)[world.rank]
+        return [micro_batches[number] for number in self.own(range(len(micro_batches)))]
 
     def own(self, in_full_step: Sequence[int]) -> list[int]:
-        world, balance = self._strategy.engine.world, self.steps.balance
-        if balance is not None and balance.counts(len(in_full_step)) is not None:
-            return self.share(range(len(in_full_step)))
-        return own(in_full_step, world.rank, world.size)
+        world, balance, number = self._strategy.engine.world, self.steps.balance, len(in_full_step)
+        counts = None if balance is None else balance.counts(number)
+        return shares_of(range(number), world.size, counts, in_full_step)[world.rank]
 
     def unsteady(self) -> Iterable[Tensor]:
         return self.steps.unsteady()

@@ -29,7 +29,7 @@ from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state.division import StateDivision
 from unicron_lightning.worker.commit import CommittedStep
 from unicron_lightning.worker.engine import Engine, World
-from unicron_lightning.worker.ledger import present
+from unicron_lightning.worker.rows import present
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.manual.steps import ManualSteps

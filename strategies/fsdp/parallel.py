@@ -39,7 +39,7 @@ from unicron_lightning.strategies.state.module_buffers import unsaved
 from unicron_lightning.strategies.state.replica_memory import ReplicaDivision
 from unicron_lightning.worker.communication.nccl import check_device
 from unicron_lightning.worker.engine import Engine, World
-from unicron_lightning.worker.ledger import present
+from unicron_lightning.worker.rows import present
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy

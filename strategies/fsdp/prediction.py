@@ -19,8 +19,8 @@ from unicron_lightning.data.stream_batches import StreamBatches
 from unicron_lightning.data.stream_rows import StreamRows
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, part, reported
-from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.report_sum import Report, ReportSum
+from unicron_lightning.worker.rows import share
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

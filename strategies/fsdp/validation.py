@@ -15,8 +15,8 @@ from unicron_lightning.strategies.fsdp.steps import ReplicaRows
 from unicron_lightning.strategies.micro_batch import UNCOUNTED
 from unicron_lightning.strategies.passes.global_passes import GlobalPasses, PassBatch
 from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
-from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.report_sum import Report, ReportSum
+from unicron_lightning.worker.rows import share
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel

@@ -14,7 +14,7 @@ from unicron_lightning.worker.commit import Sums
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.digest import NO_DIGEST, StateDigest
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.ledger import share
+from unicron_lightning.worker.rows import plan_rows
 from unicron_lightning.worker.step import GradientStep
 
 
@@ -76,8 +76,8 @@ class MeetingStep(GradientStep):
         ranks = [msgspec.msgpack.decode(part, type=_Standing) for part in parts]
         check_same([each.meeting for each in ranks], self._place)
         owners = {number: rank for rank, each in reversed(list(enumerate(ranks))) for number in each.strands}
-        orphans = share([number for number in lost if number not in owners], engine.world.rank, engine.world.size)
-        return sorted([*orphans, *(number for number in lost if owners.get(number) == engine.world.rank)])
+        orphans = plan_rows(lost, owners, engine.world.rank, engine.world.size)
+        return sorted([*orphans.rows, *(number for number in lost if owners.get(number) == engine.world.rank)])
 
 
 def described(meeting: MeetingPlace) -> str:

@@ -26,7 +26,7 @@ from unicron_lightning.data.stream_loader import StreamLoader
 from unicron_lightning.data.streams import StreamEnds, Streams
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.step import CallReport, plan_calls
-from unicron_lightning.worker.ledger import present
+from unicron_lightning.worker.rows import present
 
 STAGES, INDEXED, BATCH = 2, 12, 2
 Place = tuple[int, int]

@@ -16,8 +16,8 @@ from unicron_lightning.data.fetch import Fetcher
 from unicron_lightning.data.loader import GlobalBatch, IndexedSteps, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.pass_loaders import EvaluationLoader, IndexedBatches
-from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.report_sum import ReportSum
+from unicron_lightning.worker.rows import share
 
 SHAPE = StepShape(devices=2, accumulation=2)
 

@@ -23,9 +23,9 @@ from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.evaluation import unfinished
-from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.operations import pack_parts
 from unicron_lightning.worker.report_sum import Report, ReportSum
+from unicron_lightning.worker.rows import share
 
 
 class ReplicaEvaluation:

@@ -12,9 +12,8 @@ from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import FabricShape, ReplicaFabric
 from unicron_lightning.replica.model import ReplicaModel
 from unicron_lightning.replica.start import InitialState, LastState, transfer
-from unicron_lightning.worker.balance import deal
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.ledger import share
+from unicron_lightning.worker.rows import shares_of
 
 _Shape = TypeVar("_Shape", bound=FabricShape)
 _Model = TypeVar("_Model", bound=ReplicaModel)
@@ -94,9 +93,9 @@ class ReplicaMember(Generic[_Shape, _Model]):
         place = self.fabric.place
         if place is None or place.replica is None:
             return []
-        if counts is not None and len(place.layout.replicas) == self.fabric.shape.replicas:
-            return deal(micro_batches, counts)[place.replica]
-        return share(micro_batches, place.replica, len(place.layout.replicas))
+        replicas = len(place.layout.replicas)
+        complete = replicas == self.fabric.shape.replicas
+        return shares_of(micro_batches, replicas, counts if complete else None)[place.replica]
 
     def update(self) -> None:
         """Update after the commit, without other workers. With a keeper, the update was before."""

@@ -30,13 +30,13 @@ import torch
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.replica.model import ReplicaModel
 from unicron_lightning.worker.agreement import Difference
-from unicron_lightning.worker.balance import Balance, deal
+from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.commit import Sums, adopt_commit, commit
 from unicron_lightning.worker.communication.communicator import gather_rows
 from unicron_lightning.worker.digest import NO_DIGEST, StateDigest
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.report_sum import Report, ReportSum
+from unicron_lightning.worker.rows import RowPlan, plan_rows, shares_of
 from unicron_lightning.worker.step import compare_states
 
 _Sums = TypeVar("_Sums", bound=Sums)
@@ -237,18 +237,14 @@ class CallReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallPlan:
+class CallPlan(RowPlan):
     """Remaining work of a replica.
 
     Attributes:
         kept: number of completed calls that count.
-        calls: micro-batches of each call to make, in order.
-        lost: micro-batches that no present worker has finished, over all replicas.
     """
 
     kept: int
-    calls: tuple[tuple[int, ...], ...]
-    lost: tuple[int, ...]
 
 
 def kept_calls(reports: Sequence[CallReport | None]) -> int:
@@ -284,16 +280,7 @@ def plan_calls(
     for number, reports in zip(kept, replicas, strict=True):
         if reports is not None and reports[0] is not None:
             finished.update(m for call in reports[0].calls[:number] for m in call)
-    lost = [m for m in micro_batches if m not in finished]
-    if place is None:
-        return CallPlan(kept=0, calls=(), lost=tuple(lost))
     world = len(replicas)
-    if not finished and counts is not None and world == declared:
-        calls = [deal(micro_batches, counts)[place]]
-    elif not finished:
-        shares = [share(micro_batches, number, declared) for number in range(declared)]
-        rest = sorted(m for missing in shares[world:] for m in missing)
-        calls = [shares[place] if place < declared else [], share(rest, place, world)]
-    else:
-        calls = [share(lost, place, world)]
-    return CallPlan(kept=kept[place], calls=tuple(tuple(call) for call in calls if call), lost=tuple(lost))
+    shares = shares_of(micro_batches, declared, counts if world == declared else None)
+    rows = plan_rows(micro_batches, finished, place, world, shares=shares)
+    return CallPlan(kept=0 if place is None else kept[place], calls=rows.calls, lost=rows.lost)

@@ -1,1 +1,1 @@
-"""The worker's side: control thread, communicator, reducer, ledger and recovery."""
+"""The worker's side: control thread, communicator, reducer, division of work and recovery."""

@@ -20,24 +20,6 @@ WORTH: Final = 0.1
 """Relative reduction of the step's longest share that justifies another division; smaller ones may be noise."""
 
 
-def deal(micro_batches: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Divide micro-batches among ranks, such that small changes of the counts move few micro-batches.
-
-    Raises:
-        ValueError: the counts do not add up to the number of micro-batches.
-    """
-    if sum(counts) != len(micro_batches):
-        raise ValueError(f"shares {list(counts)} of {len(micro_batches)} micro-batches: expected counts with that sum")
-    dealt = [list(micro_batches[rank :: len(counts)]) for rank in range(len(counts))]
-    over = [item for share, count in zip(dealt, counts, strict=True) for item in share[count:]]
-    shares = [share[:count] for share, count in zip(dealt, counts, strict=True)]
-    for share, count in zip(shares, counts, strict=True):
-        while len(share) < count:
-            share.append(over.pop(0))
-        share.sort()
-    return shares
-
-
 def fit(times: Sequence[float], total: int) -> list[int]:
     """The counts with the shortest longest share, with at least one micro-batch for each rank.
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.operations import pack_parts
 from unicron_lightning.worker.report_sum import Report, ReportSum
+from unicron_lightning.worker.rows import share
 
 
 def unfinished(batches: Sequence[int], reports: ReportSum) -> list[int]:

@@ -6,7 +6,7 @@ Protocol (docs/protocol.md):
 2. During the backward of its last micro-batch it launches the all-reduces on *copies* of the buckets.
 3. When all are complete, the **commit** follows (`worker.commit`). No rank steps the optimizer before it, so a rank
    with its result knows that every rank has every reduction.
-4. After a failure the survivors keep local buckets and completed reductions, and plan the rest (`ledger.plan_step`). If
+4. After a failure the survivors keep local buckets and completed reductions, and plan the rest (`plan_step`). If
    the library does not report which reductions have completed (`Communicator.tells_success`), all are repeated.
 
 A micro-batch is atomic: nothing is raised inside its backward, and failures are checked only between micro-batches.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -34,8 +35,8 @@ from unicron_lightning.worker.communication.communicator import (
 )
 from unicron_lightning.worker.digest import NO_DIGEST, StateDigest
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.ledger import StepPlan, plan_step
 from unicron_lightning.worker.report_sum import Report, ReportSum
+from unicron_lightning.worker.rows import plan_rows, shares_of
 
 DEVICE_POLL_SECONDS: Final = 0.0002
 RELEASE_SECONDS: Final = 30.0
@@ -78,7 +79,7 @@ class GradientStep:
         run: runs forward and backward of one micro-batch.
         balance: the ranks' shares; None: equal ones.
         digest: of the state before the step.
-        in_full_step: see `ledger.plan_step`.
+        in_full_step: see `rows.shares_of`.
 
     Attributes:
         recomputed: micro-batches that no present worker had finished when the step was planned again.
@@ -241,3 +242,54 @@ class GradientStep:
             engine.communicator.wait(self._in_flight[index])
             self._reduced.add(index)
             del self._in_flight[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """Remaining work of a step for one rank.
+
+    Attributes:
+        todo: micro-batches to compute, in order.
+        held: buckets that some ranks have reduced and others have not, with the rank that sends each.
+        reduced: buckets that need no further reduction, ``held`` included.
+        lost: micro-batches that no present rank has finished.
+    """
+
+    todo: tuple[int, ...]
+    held: tuple[tuple[int, int], ...]
+    reduced: frozenset[int]
+    lost: tuple[int, ...]
+
+
+def plan_step(
+    micro_batches: Sequence[int],
+    num_buckets: int,
+    reports: ReportSum,
+    rank: int,
+    counts: Sequence[int] | None = None,
+    in_full_step: Sequence[int] | None = None,
+) -> StepPlan:
+    """Plan the rest of a step from the members' reports.
+
+    A bucket that is complete on any rank is sent from the lowest such rank and not reduced again. A dead rank's values
+    for the commit (its loss, its logged values) are in no bucket, so its micro-batches are recomputed even if every
+    bucket is complete.
+
+    Args:
+        micro_batches: all of the step.
+        num_buckets: number of gradient buckets.
+        reports: finished micro-batches and reduced buckets. Reduced buckets include every finished micro-batch, also
+            those of dead ranks.
+        rank: rank to plan for.
+        counts: determine the shares in a step that no rank has begun, as of `rows.shares_of`.
+        in_full_step: as of `rows.shares_of`, too.
+    """
+    shares = None if reports.begun else shares_of(micro_batches, reports.world, counts, in_full_step)
+    rows = plan_rows(micro_batches, reports.finished, rank, reports.world, shares=shares)
+    reduced = {bucket: reports.reduced[bucket] for bucket in range(num_buckets) if bucket in reports.reduced}
+    return StepPlan(
+        todo=tuple(rows.rows),
+        held=tuple((bucket, first) for bucket, (first, number) in reduced.items() if number < reports.world),
+        reduced=frozenset(reduced),
+        lost=rows.lost,
+    )

@@ -1,4 +1,4 @@
-"""Shares and plans: each micro-batch of a step is computed once by present ranks, or is in a finished bucket."""
+"""Shares and plans: each row is computed once by present replicas; of a step, it is in a finished bucket otherwise."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from unicron_lightning import wire
 from unicron_lightning.wire.report_sums import summed
-from unicron_lightning.worker.ledger import StepPlan, own, plan_step, share
 from unicron_lightning.worker.report_sum import ReportSum
+from unicron_lightning.worker.rows import plan_rows, share, shares_of
+from unicron_lightning.worker.step import StepPlan, plan_step
 
 
 @given(st.lists(st.integers(), max_size=40), st.integers(1, 8))
@@ -30,7 +31,7 @@ def test_a_share_keeps_the_order() -> None:
 def test_in_a_step_with_missing_micro_batches_each_stays_on_its_rank(places: set[int], world: int) -> None:
     present = sorted(places)
     for rank in range(world):
-        mine = own(present, rank, world)
+        mine = shares_of(range(len(present)), world, None, present)[rank]
         assert {present[number] for number in mine} == places & set(share(range(31), rank, world))
         plan = plan_step(range(len(present)), 2, ReportSum.nothing(world), rank, None, present)
         assert plan.todo == tuple(mine) and len(plan.lost) == len(present)
@@ -40,6 +41,25 @@ def test_what_is_lost_of_a_step_with_missing_micro_batches_is_dealt_to_all() -> 
     reports = summed(1, [{"position": 1, "operation": "step", "report": {"finished": [0], "reduced": []}}])
     total = ReportSum.of(msgspec.json.decode(msgspec.json.encode(reports), type=wire.Go), 1)
     assert plan_step(range(3), 0, total, 0, None, [1, 5, 7]).todo == (1, 2)
+
+
+@given(st.integers(0, 30), st.sets(st.integers(0, 29)), st.integers(1, 4), st.integers(1, 5))
+def test_each_row_with_an_unfinished_batch_is_computed_by_one_replica(
+    number: int, finished: set[int], width: int, replicas: int
+) -> None:
+    plans = [plan_rows(range(number), finished, place, replicas, width=width) for place in range(replicas)]
+    rows = sorted(row for plan in plans for row in plan.rows)
+    assert rows == sorted({batch // width for batch in range(number) if batch not in finished})
+    assert all(plan.lost == tuple(rows) for plan in plans)
+    assert plan_rows(range(number), finished, None, replicas, width=width).calls == (), "a spare has none"
+
+
+def test_the_share_of_a_missing_replica_is_a_call_of_its_own() -> None:
+    shares = shares_of(range(12), 3)
+    assert [plan_rows(range(12), (), place, 2, shares=shares).calls for place in range(2)] == [
+        ((0, 3, 6, 9), (2, 8)),
+        ((1, 4, 7, 10), (5, 11)),
+    ]
 
 
 @pytest.mark.parametrize("rank", [-1, 3])

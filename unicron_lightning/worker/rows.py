@@ -1,0 +1,138 @@
+"""Division of work among replicas: pure functions with the same result on every worker.
+
+A *row* is the part of a step, an evaluation or a prediction that a replica computes at a time: ``width`` micro-batches
+or batches with neighbouring numbers. A worker that holds the whole model is a replica by itself, with a width of 1.
+Workers that hold stages, or parts of each layer, compute one together. A replica of S shards computes S together, one
+on each shard.
+
+One rule holds for all of them (UNICRON section "resume from partial results"): the rows that no present worker has
+finished are distributed round-robin over the present replicas (`plan_rows`). Two cases deviate:
+
+- A step that no replica has begun is divided into shares (`shares_of`). They depend on the replicas' speed, on
+  micro-batches that are missing because streams have ended, and on replicas that are missing, whose shares are
+  computed apart: with two replicas, the sums of gradients then equal those of a run without failures.
+- A stream is read in order, so replicas get whole streams as long as each can have one (`share_streams`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlan:
+    """Remaining work of a replica.
+
+    Attributes:
+        calls: its rows, in order. Its part of missing replicas' shares is a call of its own, whose gradients a replica
+            of several workers sums separately.
+        lost: rows that no present worker has finished, over all replicas.
+    """
+
+    calls: tuple[tuple[int, ...], ...]
+    lost: tuple[int, ...]
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of all calls."""
+        return [row for call in self.calls for row in call]
+
+
+def plan_rows(
+    batches: Iterable[int],
+    finished: Collection[int],
+    place: int | None,
+    replicas: int,
+    *,
+    width: int = 1,
+    shares: Sequence[Sequence[int]] | None = None,
+) -> RowPlan:
+    """Plan the rest of an operation for one replica.
+
+    Args:
+        batches: all micro-batches or batches, by number.
+        finished: those that present workers have finished.
+        place: of the replica among the present ones; None for a spare, which has no rows.
+        replicas: number of present replicas.
+        width: micro-batches or batches of a row; an incomplete row is computed again.
+        shares: rows of each declared replica, as long as nothing is finished; None: they are shared like the rest.
+    """
+    lost = list(dict.fromkeys(batch // width for batch in batches if batch not in finished))
+    if shares is None or finished or place is None:
+        calls = [share(lost, place, replicas)]
+    else:
+        rest = sorted(row for missing in shares[replicas:] for row in missing)
+        calls = [list(shares[place]), share(rest, place, replicas)]
+    return RowPlan(calls=tuple(tuple(call) for call in calls if call), lost=tuple(lost))
+
+
+def share(rows: Sequence[int], place: int | None, replicas: int) -> list[int]:
+    """Return the round-robin share of the replica at ``place``, in order; an empty one for a spare (None).
+
+    Raises:
+        ValueError: there is no such place.
+    """
+    if place is None:
+        return []
+    if not 0 <= place < replicas:
+        raise ValueError(f"rank {place} is not in 0..{replicas - 1}")
+    return list(rows[place::replicas])
+
+
+def shares_of(
+    rows: Sequence[int],
+    replicas: int,
+    counts: Sequence[int] | None = None,
+    in_full_step: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Return the share of each replica in a step that none has begun.
+
+    Args:
+        rows: all of the step.
+        replicas: number of replicas.
+        counts: number of rows of each replica, by speed; None: as equal as possible.
+        in_full_step: of each row its number in a step without missing ones, which determines its replica unless there
+            are counts; None: there are none missing.
+    """
+    if counts is not None:
+        return deal(rows, counts)
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    for row, number in zip(rows, range(len(rows)) if in_full_step is None else in_full_step, strict=True):
+        shares[number % replicas].append(row)
+    return shares
+
+
+def deal(rows: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    """Divide rows among replicas, such that small changes of the counts move few rows.
+
+    Raises:
+        ValueError: the counts do not add up to the number of rows.
+    """
+    if sum(counts) != len(rows):
+        raise ValueError(f"shares {list(counts)} of {len(rows)} micro-batches: expected counts with that sum")
+    dealt = shares_of(rows, len(counts))
+    over = [row for part, count in zip(dealt, counts, strict=True) for row in part[count:]]
+    shares = [part[:count] for part, count in zip(dealt, counts, strict=True)]
+    for part, count in zip(shares, counts, strict=True):
+        while len(part) < count:
+            part.append(over.pop(0))
+        part.sort()
+    return shares
+
+
+def share_streams(streams: Sequence[int], place: int | None, replicas: int) -> list[tuple[int, int, int]]:
+    """Return the streams of the replica at ``place``, each with the place of its first row among the stream's
+    unfinished ones, and the step to its next: each replica has as many whole streams, and a part of each remaining one.
+    """
+    if place is None:
+        return []
+    whole = len(streams) // replicas * replicas
+    parts = [(stream, 0, 1) for stream in share(streams[:whole], place, replicas)]
+    return parts + [(stream, place, replicas) for stream in streams[whole:]]
+
+
+def present(places: Sequence[int], in_full_step: Sequence[int]) -> list[int]:
+    """Return the micro-batches that there are at some places of a full step; ``in_full_step`` as of `shares_of`."""
+    numbers = {place: number for number, place in enumerate(in_full_step)}
+    return [numbers[place] for place in places if place in numbers]
