@@ -20,7 +20,7 @@ from unicron_lightning.data.stream_rows import StreamRows
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, part, reported
 from unicron_lightning.worker.report_sum import Report, ReportSum
-from unicron_lightning.worker.rows import share
+from unicron_lightning.worker.rows import plan_rows
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -69,9 +69,10 @@ class IndexedRows:
 
     def plan(self, known: frozenset[int], replica: int | None, replicas: int) -> bool:
         """See `RowSource.plan`; request the samples ahead."""
-        left = {number for number in range(self._batches.number) if number not in known}
-        rows = [] if replica is None else plan_rows(self._batches.number, left, self._size, replica, replicas)
-        self._planned = [own_batch(row, left, self._shard) for row in rows]
+        batches = range(self._batches.number)
+        rows = plan_rows(batches, known, replica, replicas, width=self._size).rows
+        own = (batches[row * self._size : (row + 1) * self._size] for row in rows)
+        self._planned = [own_batch(row, known, self._shard) for row in own]
         self._batches.expect([number for number, _ in self._planned])
         return bool(rows)
 
@@ -183,51 +184,31 @@ class RowPrediction(ReplicaEvaluation):
         run: Callable[[int, RowSource, int, bool], None],
     ) -> None:
         fabric, device = parallel.member.fabric, parallel.member.model.device
-        super().__init__([], lambda _: 0, fabric, device, self._run_all, lambda _: b"", tells=False)
+        super().__init__((), lambda _: 0, fabric, device, self._run_all, lambda _: b"", tells=False)
         self._loaders = loaders
         self._sources = sources
-        self._run = run
-
-    @override
-    def plan(self, reports: ReportSum, rank: int) -> None:
-        place = self._fabric.place
-        assert place is not None
-        replicas = len(place.layout.replicas)
-        planned = [
-            source.plan(part(reports, number).finished, place.replica, replicas)
-            for number, source in enumerate(self._sources)
-        ]
-        self._calls = [[0]] if any(planned) else []  # one call has all rows, of which some end unexpectedly
+        self._run_row = run
 
     @override
     def report(self) -> Report:
         return reported(self._loaders)
 
+    @override
+    def _calls(self, reports: ReportSum, rank: int) -> list[list[int]]:
+        replica, replicas = self._place.replica, len(self._place.layout.replicas)
+        planned = [
+            source.plan(part(reports, number).finished, replica, replicas)
+            for number, source in enumerate(self._sources)
+        ]
+        return [[0]] if any(planned) else []  # one call has all rows, of which some end unexpectedly
+
     def _run_all(self, *_: Any) -> None:
         for place, source in enumerate(self._sources):
             for number, counts in source.rows():
-                self._run(place, source, number, counts)
+                self._run_row(place, source, number, counts)
 
 
-def plan_rows(number: int, left: Collection[int], size: int, replica: int, replicas: int) -> list[range]:
-    """A replica's rows: its share of those with batches that no worker has predicted.
-
-    Args:
-        number: of the loader's batches.
-        left: batches that no present worker has predicted.
-        size: batches of a row, fewer in the last one.
-        replica: place of the replica.
-        replicas: number of replicas.
-
-    Returns:
-        The batches of each row.
-    """
-    rows = [range(number)[first : first + size] for first in range(0, number, size)]
-    needed = [place for place, row in enumerate(rows) if any(batch in left for batch in row)]
-    return [rows[place] for place in share(needed, replica, replicas)]
-
-
-def own_batch(row: range, left: Collection[int], shard: int) -> tuple[int, bool]:
+def own_batch(row: range, known: Collection[int], shard: int) -> tuple[int, bool]:
     """A shard's batch of a row, and whether it counts; the last batch, which does not, if the row has fewer."""
     number = row[min(shard, len(row) - 1)]
-    return number, shard < len(row) and number in left
+    return number, shard < len(row) and number not in known

@@ -15,8 +15,6 @@ from unicron_lightning.strategies.fsdp.steps import ReplicaRows
 from unicron_lightning.strategies.micro_batch import UNCOUNTED
 from unicron_lightning.strategies.passes.global_passes import GlobalPasses, PassBatch
 from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
-from unicron_lightning.worker.report_sum import Report, ReportSum
-from unicron_lightning.worker.rows import share
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
@@ -40,40 +38,11 @@ class ShardedEvaluation(GlobalPasses):
     @override
     def operation(self, batch: PassBatch) -> ReplicaEvaluation:
         member = self._parallel.member
-        rows = _PassRows(self._parallel, batch)
-        return RowEvaluation(
-            rows.numbers, lambda row: 0, member.fabric, member.model.device, rows.call, rows.results, tells=True
+        size, rows = self._parallel.size, _PassRows(self._parallel, batch)
+        batches, device = range(len(rows.numbers) * size), member.model.device
+        return ReplicaEvaluation(
+            batches, lambda row: 0, member.fabric, device, rows.call, rows.results, tells=True, width=size
         )
-
-
-class RowEvaluation(ReplicaEvaluation):
-    """Some rows of a pass, of which each worker has the results of its own batches."""
-
-    def plan(self, reports: ReportSum, rank: int) -> None:
-        place = self._fabric.place
-        assert place is not None
-        left = unfinished_rows(self._batches, reports.members, place.layout.shards, self._fabric.shape.shards)
-        own = [] if place.replica is None else share(left, place.replica, len(place.layout.replicas))
-        self._calls = [own] if own else []
-
-
-def unfinished_rows(
-    rows: Sequence[int], reports: Sequence[Report | None], shards: Sequence[int | None], size: int
-) -> list[int]:
-    """The rows of which some shard's results are on no present worker.
-
-    Args:
-        rows: all.
-        reports: of the members, by rank; None for members that have not begun.
-        shards: of the members, by rank.
-        size: number of shards.
-    """
-    done: list[set[int]] = [set() for _ in range(size)]
-    for report, shard in zip(reports, shards, strict=True):
-        if report is not None and shard is not None:
-            done[shard].update(report["finished"])
-    finished = set.intersection(*done)
-    return [row for row in rows if row not in finished]
 
 
 class _PassRows:

@@ -172,7 +172,7 @@ class Predictions(OfProcess):
         loader.finished.add(own)
 
 
-class Prediction(Evaluation):
+class Prediction(Evaluation[int]):
     """The end of a run.
 
     Args:

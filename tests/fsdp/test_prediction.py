@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from system.cluster import Cluster
 from system.test_prediction import check_samples, read
 
-from unicron_lightning.strategies.fsdp.prediction import own_batch, plan_rows
+from unicron_lightning.strategies.fsdp.prediction import IndexedRows
 
 SCRIPT = Path(__file__).with_name("predicting.py")
 
@@ -42,7 +43,13 @@ def test_a_death_while_predicting(loader: int, place: str, streams: list[int], t
 
 
 def batches(number: int, left: set[int], replica: int, replicas: int, shard: int) -> list[tuple[int, bool]]:
-    return [own_batch(row, left, shard) for row in plan_rows(number, left, 2, replica, replicas)]
+    expected: list[list[int]] = []
+    rows = IndexedRows(SimpleNamespace(number=number, expect=expected.append), 2, shard)  # type: ignore[arg-type]
+    has_rows = rows.plan(frozenset(range(number)) - left, replica, replicas)
+    planned = list(rows.rows())
+    assert has_rows == bool(planned)
+    assert expected == [[batch for batch, _ in planned]], "the samples are requested ahead"
+    return planned
 
 
 def test_the_batches_of_a_complete_world_are_those_of_ddp() -> None:

@@ -17,9 +17,10 @@ from unicron_lightning.worker.buckets import FlatBucket
 from unicron_lightning.worker.control import thread as control_module
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.evaluation import Evaluation, plan_evaluation
+from unicron_lightning.worker.evaluation import Evaluation
 from unicron_lightning.worker.operations import Agreement, Join, unpack_parts
 from unicron_lightning.worker.report_sum import ReportSum
+from unicron_lightning.worker.rows import plan_rows
 from unicron_lightning.worker.step import GradientStep
 
 if TYPE_CHECKING:
@@ -285,7 +286,7 @@ class SimWorker:
             finished.add(number)
 
         def todo(reports: ReportSum, rank: int) -> list[int]:
-            return plan_evaluation(BATCHES, reports, rank, finished)
+            return plan_rows(range(BATCHES), reports.finished, rank, reports.world).rows
 
         operation = Evaluation(todo, run, finished, lambda: bytes(sorted(finished)))
         parts = unpack_parts(self.engine.run(operation))

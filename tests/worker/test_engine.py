@@ -18,9 +18,10 @@ from unicron_lightning.errors import ProgramsDiffer
 from unicron_lightning.worker.buckets import FlatBucket, GradientBuckets
 from unicron_lightning.worker.communication.communicator import STOP, gather_bytes
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.evaluation import Evaluation, plan_evaluation
+from unicron_lightning.worker.evaluation import Evaluation
 from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts
 from unicron_lightning.worker.report_sum import ReportSum
+from unicron_lightning.worker.rows import plan_rows
 from unicron_lightning.worker.step import GradientStep
 
 MICRO_BATCHES = 5
@@ -157,7 +158,7 @@ class Program:
             finished.add(number)
 
         def todo(reports: ReportSum, rank: int) -> list[int]:
-            return plan_evaluation(4, reports, rank, finished)
+            return plan_rows(range(4), reports.finished, rank, reports.world).rows
 
         operation = Evaluation(todo, run, finished, lambda: b",".join(b"%d" % n for n in sorted(finished)))
         parts = unpack_parts(self.engine.run(operation))

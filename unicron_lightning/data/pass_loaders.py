@@ -15,8 +15,8 @@ from unicron_lightning.data.fetch import Fetcher, Place
 from unicron_lightning.data.loader import Closes, Fetches, GlobalBatch, InPlace, Items
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.sources import name_of
-from unicron_lightning.worker.evaluation import plan_evaluation
 from unicron_lightning.worker.report_sum import ReportSum
+from unicron_lightning.worker.rows import plan_rows
 
 ENDS: Final = 1 << 39
 """Numbers from here on report ends of streams, those below report batches."""
@@ -83,7 +83,8 @@ class IndexedBatches:
         self.number = int(min(self._order.num_micro_batches(epoch), most * self._order.devices))
 
     def todo(self, reports: ReportSum, rank: int, finished: set[int]) -> list[int]:
-        self.expect(plan_evaluation(self.number, reports, rank, finished))
+        planned = plan_rows(range(self.number), reports.finished, rank, reports.world).rows
+        self.expect([number for number in planned if number not in finished])
         return self._planned
 
     def expect(self, numbers: list[int]) -> None:

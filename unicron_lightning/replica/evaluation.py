@@ -1,7 +1,7 @@
 """Some batches of a validation pass, run by a world of replicas through failures.
 
 1. **Calls.** Each replica runs its share forward, batches of equal size in one call. One of its workers keeps the
-   results, call by call.
+   results, call by call; in rows of several batches, each worker those of its own batches.
 2. **Exchange.** All members, including spares, receive the results of every batch.
 
 After a failure the batches without results on any present worker are redistributed. A worker that leaves before the
@@ -12,40 +12,38 @@ as each batch's results are taken from one worker; no parameter or gradient is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from unicron_lightning.replica.fabric import ReplicaFabric, run_released
-from unicron_lightning.worker.communication.communicator import gather_bytes
+from unicron_lightning.replica.fabric import EpochPlace, ReplicaFabric, run_released
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.evaluation import unfinished
-from unicron_lightning.worker.operations import pack_parts
-from unicron_lightning.worker.report_sum import Report, ReportSum
-from unicron_lightning.worker.rows import share
+from unicron_lightning.worker.evaluation import Evaluation
+from unicron_lightning.worker.report_sum import ReportSum
+from unicron_lightning.worker.rows import plan_rows
 
 
-class ReplicaEvaluation:
-    """The operation. Its result is `pack_parts` of each member's results.
+class ReplicaEvaluation(Evaluation[Sequence[int]]):
+    """The operation, whose units are calls of some rows.
 
     Args:
         batches: all of them, by number.
-        size: samples of a batch, by number.
+        size: samples of a row's batches, by number of the row.
         fabric: provides this worker's place, and receives its progress.
         device: of the model.
-        call: runs some batches of one size forward, with the partners; arguments: their numbers, and the size.
-        tells: whether this worker reports its replica's results.
-        results: returns the results of some batches, by their numbers, as bytes.
+        call: runs some rows of one size forward, with the partners; arguments: their numbers, and the size.
+        results: returns the results of some rows, by their numbers, as bytes.
+        tells: whether this worker reports its replica's results, or those of its own batches.
+        width: batches of a row; if there are several, each worker runs and reports that of its shard.
     """
-
-    name = "evaluation"
 
     def __init__(
         self,
-        batches: Sequence[int],
+        batches: Iterable[int],
         size: Callable[[int], int],
         fabric: ReplicaFabric[Any],
         device: torch.device,
@@ -53,54 +51,56 @@ class ReplicaEvaluation:
         results: Callable[[Collection[int]], bytes],
         *,
         tells: bool,
+        width: int = 1,
     ) -> None:
-        self._batches = list(batches)
+        finished: set[int] = set()
+
+        def run(rows: Sequence[int]) -> None:
+            fabric.phase = "calls"
+            run_released(partial(call, rows, size(rows[0])))
+            fabric.arrive(device)
+            if tells:
+                finished.update(rows)
+
+        super().__init__(self._calls, run, finished, lambda: results(sorted(finished)))
+        self._batches = batches
         self._size = size
         self._fabric = fabric
-        self._device = device
-        self._call = call
-        self._tells = tells
-        self._results = results
-        self._finished: set[int] = set()
-        self._calls: list[list[int]] = []
+        self._width = width
 
-    def plan(self, reports: ReportSum, rank: int) -> None:
-        place = self._fabric.place
-        assert place is not None
-        own = plan_evaluation(self._batches, reports, place.replica, len(place.layout.replicas))
-        self._calls = [list(call) for _, call in groupby(own, self._size)]
+    @property
+    def _place(self) -> EpochPlace:
+        assert self._fabric.place is not None
+        return self._fabric.place
 
+    @override
     def attempt(self, engine: Engine) -> bytes:
-        fabric = self._fabric
-        for call in self._calls:
-            fabric.phase = "calls"
-            run_released(partial(self._call, call, self._size(call[0])))
-            fabric.arrive(self._device)
-            if self._tells:
-                self._finished.update(call)
-        engine.fault("evaluated", engine.step)
-        told = self._results(sorted(self._finished))
-        parts = gather_bytes(engine.communicator, told, engine.tag(self.name))
-        fabric.phase = "idle"
-        return pack_parts(parts)
+        result = super().attempt(engine)
+        self._fabric.phase = "idle"
+        return result
 
-    def suspend(self) -> None:
-        pass
-
-    def report(self) -> Report:
-        return {"finished": sorted(self._finished)}
-
+    @override
     def adopt(self, result: bytes) -> None:
         self._fabric.phase = "idle"
 
+    @override
+    def _run_in(self, engine: Engine, unit: Sequence[int]) -> None:
+        self._run(unit)  # without a check: partners that have begun a call wait for this worker
 
-def plan_evaluation(batches: Sequence[int], reports: ReportSum, place: int | None, replicas: int) -> list[int]:
-    """The batches for a replica: its share of those without results on any present worker.
+    def _calls(self, reports: ReportSum, rank: int) -> list[list[int]]:
+        layout, width = self._place.layout, self._width
+        finished = reports.finished if width == 1 else batches_of(reports, layout.shards, width)
+        plan = plan_rows(self._batches, finished, self._place.replica, len(layout.replicas), width=width)
+        return [list(rows) for _, rows in groupby(plan.rows, self._size)]
+
+
+def batches_of(reports: ReportSum, shards: Sequence[int], width: int) -> set[int]:
+    """Return the batches that present workers have finished, from reports of the rows in which each has run its own.
 
     Args:
-        batches: all.
-        reports: of the members; None for members that have not begun.
-        place: of the replica; None for a spare.
-        replicas: number of replicas.
+        reports: of the members.
+        shards: of the members, by rank.
+        width: batches of a row, one for each shard.
     """
-    return [] if place is None else share(unfinished(batches, reports), place, replicas)
+    of_shards = zip(reports.members, shards, strict=True)
+    return {row * width + shard for report, shard in of_shards if report is not None for row in report["finished"]}

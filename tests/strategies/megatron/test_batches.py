@@ -125,7 +125,7 @@ def run(replica: Replica, reports: ReportSum, monkeypatch: pytest.MonkeyPatch) -
         given.append(told)
         return given
 
-    monkeypatch.setattr("unicron_lightning.replica.evaluation.gather_bytes", gathers)
+    monkeypatch.setattr("unicron_lightning.worker.evaluation.gather_bytes", gathers)
     replica.operation.plan(reports, 0)
     engine: Any = Alone()
     replica.operation.attempt(engine)
