@@ -15,8 +15,7 @@ import torch
 from typing_extensions import override
 
 from unicron_lightning.data.pass_loaders import IndexedBatches
-from unicron_lightning.data.stream_batches import StreamBatches
-from unicron_lightning.data.stream_rows import StreamRows
+from unicron_lightning.data.stream_batches import StreamBatches, StreamRows
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, part, reported
 from unicron_lightning.worker.report_sum import Report, ReportSum

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.pass_loaders import ENDS
-from unicron_lightning.data.stream_batches import StreamBatches, deal, missing
+from unicron_lightning.data.stream_batches import StreamBatches, missing
 from unicron_lightning.data.stream_reader import StreamChanged, StreamOpener
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.report_sum import ReportSum
+from unicron_lightning.worker.rows import share_streams
 
 
 class Lengths(IterableDataset[Any]):
@@ -77,9 +78,9 @@ def test_each_batch_is_run_once_through_failures(data: st.DataObject) -> None:
 
 
 def test_ranks_have_whole_streams_and_deal_out_the_rest() -> None:
-    assert [list(deal(range(4), rank, 4)) for rank in range(4)] == [[(rank, 0, 1)] for rank in range(4)]
-    assert list(deal(range(4), 1, 3)) == [(1, 0, 1), (3, 1, 3)]
-    assert list(deal([2], 1, 2)) == [(2, 1, 2)]
+    assert [share_streams(range(4), rank, 4) for rank in range(4)] == [[(rank, 0, 1)] for rank in range(4)]
+    assert share_streams(range(4), 1, 3) == [(1, 0, 1), (3, 1, 3)]
+    assert share_streams([2], 1, 2) == [(2, 1, 2)]
     batches = batches_of([3, 1, 2])
     finished: set[int] = set()
     assert run(batches, ReportSum.nothing(2), 1, finished) == [(1, 0), (2, 1)]

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unicron_lightning.data.pass_loaders import ENDS
+from unicron_lightning.data.stream_batches import StreamRows
 from unicron_lightning.data.stream_reader import StreamChanged
-from unicron_lightning.data.stream_rows import StreamRows
 
 Row = tuple[int, int]
 

@@ -1,25 +1,38 @@
-"""Streams in evaluations: each batch is evaluated by one rank, and all ranks together find the streams' ends.
+"""Streams in evaluations and predictions: each batch is run by one worker, and all together find the streams' ends.
 
-Batch ``n`` of a pass is batch ``n // W`` of stream ``n % W``, in the declared world of ``W`` devices. Ranks read whole
-streams as long as each rank can have one. All ranks read each remaining stream, and its batches are dealt out to them.
-In the declared world each rank reads the stream of its device. The same rule distributes a lost rank's batches.
+Batch ``n`` of a pass is batch ``n // W`` of stream ``n % W``, in the declared world of ``W`` devices. Replicas read
+whole streams as long as each replica can have one. All replicas read each remaining stream, and its batches are dealt
+out to them (`worker.rows.share_streams`). In the declared world each worker reads the stream of its device. The same
+rule distributes a lost worker's batches. The end of a stream is one more number in the report of each worker that has
+found it, so that members know which streams are complete.
 
-Nothing is exchanged during a pass. The end of a stream is one more number in the report of each rank that has found it,
-so that members know which streams are complete.
+If several workers hold a model together, they compute rows of batches, each its own: row ``n`` of group ``g`` has batch
+``n`` of the streams ``g S`` to ``g S + S - 1``, one for each shard, and replicas share groups. The workers of a replica
+must run the same rows, but a worker finds the end of its own stream only. So they exchange a word about each row before
+they run it. All choices follow from the members' reports and from these words; replicas do not wait for each other.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count, islice, takewhile
-from typing import Any
+from typing import Any, Final
 
 from unicron_lightning.data.pass_loaders import ENDS
 from unicron_lightning.data.stream_reader import StreamChanged, StreamOpener, StreamReader
 from unicron_lightning.worker.report_sum import ReportSum
+from unicron_lightning.worker.rows import share_streams
+
+NOTHING: Final = 0
+"""Word of a worker that has no batch to run in a row: a member has run it, or its stream ended earlier."""
+BATCH: Final = 1
+"""Word of a worker that has one."""
+END: Final = 2
+"""Word of a worker that has found the end of its stream."""
 
 
 class StreamBatches:
@@ -68,14 +81,9 @@ class StreamBatches:
         Raises:
             StreamChanged: a stream ends before a batch that a member has run.
         """
-        known = reports.finished
-        ends = ends_of(known, self.devices) | ends_of(finished, self.devices)
-        for stream, first, step in deal(missing(known, self.devices, self.most), rank, reports.world):
-            most = min(self.most, ends.get(stream, math.inf))
-            left = (number for number in count() if number * self.devices + stream not in known)
-            own = islice(takewhile(most.__gt__, left), first, None, step)
-            yield from self._rest(stream, own, known, finished)
-        self.end()
+        rows = StreamRows(self, 1, 0, lambda word: [word], finished)
+        rows.plan(reports.finished, rank, reports.world)
+        yield from (number for number, _ in rows.rows())
 
     def read(self, number: int, known: Collection[int], finished: set[int]) -> bool:
         """Read a batch for `get`, unless its stream ends before it.
@@ -127,16 +135,6 @@ class StreamBatches:
 
     close = end
 
-    def _rest(self, stream: int, own: Iterator[int], known: Collection[int], finished: set[int]) -> Iterator[int]:
-        """Yield the unfinished ones of a stream's batches, up to its end, which is added to ``finished``."""
-        for wanted in own:
-            number = wanted * self.devices + stream
-            if number in finished:
-                continue
-            if not self.read(number, known, finished):
-                return
-            yield number
-
     def _end(self, stream: int, end: int, known: Collection[int]) -> int:
         """Return the number that reports the end of a stream, after its last batch.
 
@@ -150,6 +148,104 @@ class StreamBatches:
                 f"{max(run)} existed when it was read before: expected a data set that yields the same samples again"
             )
         return ENDS + end * self.devices + stream
+
+
+class StreamRows:
+    """This worker's batches of the rows of streams; implements `RowSource`.
+
+    Args:
+        batches: reads the streams.
+        size: batches of a row; 1 if each worker holds the whole model.
+        shard: place of this worker's batch in a row.
+        exchange: sends this worker's word to the workers of its replica; returns theirs, by shard.
+        finished: numbers that this worker reports; ends of streams are added.
+    """
+
+    def __init__(
+        self,
+        batches: StreamBatches,
+        size: int,
+        shard: int,
+        exchange: Callable[[int], Sequence[int]],
+        finished: set[int],
+    ) -> None:
+        self._batches = batches
+        self._size = size
+        self._shard = shard
+        self._exchange = exchange
+        self._finished = finished
+        self._known: frozenset[int] = frozenset()
+        self._groups: list[tuple[int, int, int]] = []
+        self._ends: dict[int, int] = {}
+        self._found: dict[int, int] = {}
+        """Ends that this worker has found in an earlier part of the pass, since the members' reports."""
+        self._spare: list[Any] = []
+
+    def plan(self, known: frozenset[int], replica: int | None, replicas: int) -> bool:
+        devices, most = self._batches.devices, self._batches.most
+        groups = sorted({stream // self._size for stream in missing(known, devices, most)})
+        self._known, self._ends = known, ends_of(known, devices)
+        self._groups = share_streams(groups, replica, replicas)
+        return bool(self._groups)
+
+    def rows(self) -> Iterator[tuple[int, bool]]:
+        """See `RowSource.rows`.
+
+        Raises:
+            StreamChanged: a stream ends before a batch that a member has run.
+        """
+        self._found = ends_of(self._finished, self._batches.devices)
+        for group, first, step in self._groups:
+            yield from self._rows_of(group, first, step)
+        self._batches.end()
+
+    def stand_in(self, number: int) -> Any:
+        """Return a copy of the first batch of the first stream that needed a stand-in."""
+        if not self._spare:
+            self._spare.append(self._batches.first(number % self._batches.devices))
+        return copy.deepcopy(self._spare[0])
+
+    def _rows_of(self, group: int, first: int, step: int) -> Iterator[tuple[int, bool]]:
+        """Yield the rows of a group, or a part of them, up to the end of its longest stream."""
+        devices = self._batches.devices
+        streams = range(devices)[group * self._size : (group + 1) * self._size]
+        ends = dict(self._ends)
+        for row in islice(self._left(streams, ends), first, None, step):
+            words = self._exchange(self._word(row, streams, ends))
+            # A stream with an end is empty from this row on, wherever its end is. Replicas that share a group learn of
+            # ends in different rows, so `_left` skips by the reported ones only.
+            ends.update((stream, row) for stream, word in zip(streams, words, strict=False) if word == END)
+            present = [row * devices + stream for stream, word in zip(streams, words, strict=False) if word == BATCH]
+            if present:
+                counts = words[self._shard] == BATCH
+                yield (row * devices + streams[self._shard] if counts else present[0]), counts
+
+    def _left(self, streams: Sequence[int], ends: Mapping[int, int]) -> Iterator[int]:
+        """Yield the rows of a group with batches that no member has run, as far as their ends are known.
+
+        Args:
+            streams: of the group.
+            ends: their numbers of batches, as far as they are known; those that are added end the iteration.
+        """
+        devices, most, reported = self._batches.devices, self._batches.most, dict(ends)
+
+        def has_row(row: int) -> bool:
+            return row < min(most, max(ends.get(stream, math.inf) for stream in streams))
+
+        for row in takewhile(has_row, count()):
+            if any(row < reported.get(s, math.inf) and row * devices + s not in self._known for s in streams):
+                yield row
+
+    def _word(self, row: int, streams: Sequence[int], ends: Mapping[int, int]) -> int:
+        if self._shard >= len(streams):
+            return NOTHING
+        stream = streams[self._shard]
+        number = row * self._batches.devices + stream
+        if row >= ends.get(stream, math.inf) or number in self._known or number in self._finished:
+            return NOTHING
+        if row >= self._found.get(stream, math.inf):
+            return END
+        return BATCH if self._batches.read(number, self._known, self._finished) else END
 
 
 def ends_of(finished: Collection[int], devices: int) -> dict[int, int]:
@@ -169,15 +265,3 @@ def missing(finished: Collection[int], devices: int, most: float) -> list[int]:
     ends = ends_of(finished, devices)
     run = Counter(number % devices for number in finished if number < ENDS)
     return [stream for stream in range(devices) if run[stream] < min(most, ends.get(stream, math.inf))]
-
-
-def deal(streams: Sequence[int], rank: int, world: int) -> Iterator[tuple[int, int, int]]:
-    """Yield a rank's streams, each with the place of the rank's first batch among the unfinished ones, and the step to
-    its next: each rank has as many whole streams, and a part of each remaining one.
-    """
-    whole = len(streams) // world * world
-    for place, stream in enumerate(streams):
-        if place >= whole:
-            yield stream, rank, world
-        elif place % world == rank:
-            yield stream, 0, 1
