@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from unicron_lightning.checkpoints.index import read_rest
 from unicron_lightning.checkpoints.names import is_folder
 from unicron_lightning.checkpoints.staging import HeldCheckpoint
+from unicron_lightning.checkpoints.storage import FolderStorage
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp import folder
 from unicron_lightning.fsdp.mesh import reshard
@@ -129,23 +130,21 @@ class ShardedCheckpoints(SingleFileCheckpoints):
 
     def _folder(self, checkpoint: dict[str, Any], path: Path) -> Any:
         """How a folder is written."""
-        strategy, model = self._parallel.strategy, self._parallel.member.model
-        optimizer = model.optimizer if "optimizer_states" in checkpoint else None
-        rest = rest_of(checkpoint)
+        strategy, group = self._parallel.strategy, self._parallel.member.model.group
 
-        def unfinished() -> Path:  # no other attempt writes there, not even one of workers that were cut off
-            return path.with_name(f"{path.name}.{strategy.engine.world.epoch}.unfinished")
+        def unfinished() -> FolderStorage:  # no other attempt writes there, not even one of workers that were cut off
+            return FolderStorage(path, str(strategy.engine.world.epoch))
 
         def collect() -> list[bytes]:
-            reshard(model.root)
-            if model.group.rank() == 0:
-                folder.begin_folder(unfinished())
-            model.group.sum(torch.zeros(1))  # the folder exists
-            return model.group.collect(folder.write_part(unfinished(), model.root, optimizer, model.group.rank()))
+            held, storage = self.held(checkpoint), unfinished()
+            if group.rank() == 0:
+                storage.abandon()
+                storage.begin()
+            group.sum(torch.zeros(1))  # the folder exists
+            return group.collect(folder.write_part(storage, held, group.rank()))
 
         def write(parts: Sequence[bytes]) -> str:
-            places = folder.places_of(model.root, optimizer)
-            return total(folder.finish_folder(unfinished(), path, parts, places, rest))
+            return total(folder.finish_folder(unfinished(), parts, self.held(checkpoint)))
 
         return collect, write
 

@@ -24,7 +24,6 @@ from unicron_lightning.worker.checkpoint_files import located, total
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
-from unicron_lightning.worker.report_sum import ReportSum
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.megatron.parallel import MegatronParallel
@@ -49,9 +48,6 @@ class _OfAll(Indivisible):
         self._fabric = member.fabric
         self._model = member.model
         self._path = path
-
-    def plan(self, reports: ReportSum, rank: int) -> None:
-        """Plan nothing: all workers do the same."""
 
     def attempt(self, engine: Engine) -> bytes:
         digests = {} if self._fabric.channels is None else self._act(engine)

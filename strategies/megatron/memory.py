@@ -21,7 +21,6 @@ from unicron_lightning.strategies.state.replica_memory import ReplicaDivision
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.operations import Indivisible
-from unicron_lightning.worker.report_sum import ReportSum
 from unicron_lightning.worker.state_parts import DividedState, OwnState, SharePart, joined, own_parts
 
 if TYPE_CHECKING:
@@ -107,9 +106,6 @@ class RestoreShard(Indivisible):
         self._member = member
         self._state = state
         self._step = step
-
-    def plan(self, reports: ReportSum, rank: int) -> None:
-        """All ranks do the same."""
 
     def attempt(self, engine: Engine) -> bytes:
         fabric, state = self._member.fabric, self._state

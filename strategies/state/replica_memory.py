@@ -27,7 +27,6 @@ from unicron_lightning.worker import codec
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.operations import Indivisible
-from unicron_lightning.worker.report_sum import ReportSum
 from unicron_lightning.worker.staging import StagedVersion, Staging
 from unicron_lightning.worker.state_parts import DividedState, SharePart, staged_parts
 
@@ -180,9 +179,6 @@ class PartnerCopies(Indivisible):
         self._staging = staging
         self._state = state
         self._partners = partners
-
-    def plan(self, reports: ReportSum, rank: int) -> None:
-        """All ranks do the same."""
 
     def attempt(self, engine: Engine) -> bytes:
         self.staged, self.error = None, None

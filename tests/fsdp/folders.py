@@ -19,17 +19,18 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from unicron_lightning.checkpoints.storage import FolderStorage
 from unicron_lightning.fsdp import folder
-from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, shard_mesh
+from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, shard_mesh, with_local_shard
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.fsdp.whole import (
-    like,
     load_optimizer,
     load_parameters,
     shard_of,
     whole_optimizer,
     whole_parameters,
 )
+from unicron_lightning.worker.checkpoint_files import digest_of, total
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,7 +69,8 @@ def whole_run(net: nn.Module) -> torch.optim.AdamW:
     for step, without in enumerate(({*left[0], *left[1]}, {*left[0]})):
         for number, parameter in enumerate([*matrices, *vectors]):
             gradient = torch.sin(torch.arange(float(parameter.numel())) + number + step).view(parameter.shape)
-            parameter.grad = None if parameter in without else like(shard_of(gradient, parameter), parameter)
+            own = with_local_shard(parameter, shard_of(gradient, parameter))
+            parameter.grad = None if parameter in without else own
         optimizer.step()
     return optimizer
 
@@ -96,10 +98,9 @@ def fresh(mesh: DeviceMesh) -> tuple[Net, torch.optim.AdamW]:
 def alone(path: Path, net: nn.Module | None = None) -> None:
     """Write a folder as the only shard."""
     net = net or sharded(mesh_of(0, 1))
-    optimizer, unfinished = whole_run(net), path.with_name("unfinished")
-    folder.begin_folder(unfinished)
-    part = folder.write_part(unfinished, net, optimizer, 0)
-    folder.finish_folder(unfinished, path, [part], folder.places_of(net, optimizer), REST)
+    storage, held = FolderStorage(path, "1"), folder.held_part(net, whole_run(net), 0, REST)
+    storage.begin()
+    folder.finish_folder(storage, [folder.write_part(storage, held, 0)], held)
 
 
 def check_shard(net: nn.Module, optimizer: torch.optim.Optimizer, *, plain: bool = False) -> None:
@@ -131,19 +132,20 @@ def exchange(rank: int, world: int, root: Path) -> Any:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     meshes = {size: mesh_of(rank, size) for size in SIZES if rank < size}
     for size in SIZES:
+        storage = FolderStorage(root / f"by{size}", "1")
         if rank == 0:
-            folder.begin_folder(root / "unfinished")
+            storage.begin()
         dist.barrier()
         part = b""
         if rank < size:
             net = sharded(meshes[size])
-            optimizer = whole_run(net)
-            part = folder.write_part(root / "unfinished", net, optimizer, rank)
+            held = folder.held_part(net, whole_run(net), rank, REST)
+            part = folder.write_part(storage, held, rank)
         parts: list[Any] = [None] * world
         dist.all_gather_object(parts, part)
         if rank == 0:
-            places, path = folder.places_of(net, optimizer), root / f"by{size}"
-            digests = folder.finish_folder(root / "unfinished", path, parts[:size], places, REST)
+            digests, path = folder.finish_folder(storage, parts[:size], held), root / f"by{size}"
+            assert total(digests) == digest_of(str(path))
             assert set(digests) == {file.name for file in path.iterdir()}
             assert len(list(path.glob("*.distcp"))) == size
         dist.barrier()

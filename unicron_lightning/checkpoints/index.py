@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from unicron_lightning.checkpoints.names import MODEL, OPTIMIZER, REST
+from unicron_lightning.checkpoints.names import MODEL, OPTIMIZER, REST, by_number
 from unicron_lightning.checkpoints.parts import IndexEntry
 from unicron_lightning.worker.checkpoint_folders import FolderReader, PlainObjects
 
@@ -87,16 +87,6 @@ def read_checkpoint(folder: str | Path, *, model_only: bool = False) -> dict[str
     content["state_dict"] = state.pop(MODEL, {})
     names = [name for number in range(len(state)) if (name := f"{OPTIMIZER}{number}") in state]
     if not model_only and (names or "lr_schedulers" in content):
-        content["optimizer_states"] = [_numbered(state[name]) for name in names]
+        states = [state[name] for name in names]
+        content["optimizer_states"] = [by_number(own, [g["params"] for g in own["param_groups"]]) for own in states]
     return content
-
-
-def _numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by parameters' numbers, as `torch.optim` has it, from one by names."""
-    groups = state["param_groups"]
-    names = [name for group in groups for name in group["params"]]
-    numbers = {name: number for number, name in enumerate(names)}
-    return {
-        "state": {numbers[name]: values for name, values in state.get("state", {}).items()},
-        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
-    }

@@ -34,3 +34,19 @@ def by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[st
     flat = [name for group in names for name in group]
     groups = [{**group, "params": list(own)} for group, own in zip(state["param_groups"], names, strict=True)]
     return {"state": {flat[number]: values for number, values in state["state"].items()}, "param_groups": groups}
+
+
+def by_number(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return an optimizer's state as its `state_dict` has it, from one by names: the inverse of `by_name`.
+
+    Args:
+        state: by names.
+        names: of the parameters of each group, in the optimizer's order.
+    """
+    numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
+    groups = [
+        {**group, "params": [numbers[name] for name in own]}
+        for group, own in zip(state["param_groups"], names, strict=True)
+    ]
+    entries = {numbers[name]: values for name, values in state.get("state", {}).items()}
+    return {"state": entries, "param_groups": groups}

@@ -1,4 +1,4 @@
-"""Descriptions of the parts of a checkpoint in a folder; `index` makes torch's index from them.
+"""The parts of a checkpoint in a folder: their writing, and their descriptions, from which `index` makes torch's index.
 
 Apart from `index`, since a writer that writes no index need not import `torch.distributed.checkpoint`: half its start.
 """
@@ -6,9 +6,15 @@ Apart from `index`, since a writer that writes no index need not import `torch.d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO, Any, cast
 
 import msgspec
+import torch
+from torch import Tensor
+
+from unicron_lightning.checkpoints.messages import StagedTensor
+from unicron_lightning.worker.checkpoint_files import HashingFile
 
 
 class IndexEntry(msgspec.Struct, frozen=True):
@@ -30,6 +36,35 @@ class WrittenPart(msgspec.Struct, frozen=True):
     pieces: list[IndexEntry]
     digests: dict[str, str]
     version: str = ""
+
+
+def write_pieces(file: HashingFile, name: str, pieces: Iterable[tuple[StagedTensor, Tensor]]) -> list[IndexEntry]:
+    """Write tensors, and objects that are held as bytes, to a file; return their entries of the index.
+
+    Args:
+        file: open for writing.
+        name: of the file, in the checkpoint.
+        pieces: each with its values in host memory, in a storage of their own.
+    """
+    entries = []
+    for each, tensor in pieces:
+        start = file.tell()
+        if each.dtype:
+            torch.save(tensor, cast("IO[bytes]", file))
+            place = each.dtype, each.whole, each.offsets, each.sizes
+            entries.append(IndexEntry(each.name, name, start, file.tell() - start, *place))
+        else:
+            entries += write_objects(file, name, {each.name: tensor.numpy()})
+    return entries
+
+
+def write_objects(file: HashingFile, name: str, objects: Mapping[str, Any]) -> list[IndexEntry]:
+    """Write objects of the index, given by their names as torch.save writes them; return their entries."""
+    entries = []
+    for each, data in objects.items():
+        entries.append(IndexEntry(each, name, file.tell(), len(data)))
+        file.write(data)
+    return entries
 
 
 def check_whole(pieces: Sequence[IndexEntry]) -> None:

@@ -48,6 +48,10 @@ class HeldTensor:
         """As of `StagedTensor`."""
         return "" if self.is_object else str(self.data.dtype).removeprefix("torch.")
 
+    def staged(self, start: int) -> StagedTensor:
+        """Describe the piece at a place in memory."""
+        return StagedTensor(self.name, self.dtype, self.whole, self.offsets, tuple(self.data.shape), start)
+
     def rows(self, first: int, end: int) -> HeldTensor:
         """Return some rows of a whole tensor."""
         if not self.whole or 0 in self.whole:
@@ -141,9 +145,7 @@ def stage(
                 raise LookupError(f"part {names[part]!r} is not here any more, since the world has changed")
             described, size = [], 0
             for each in pieces:
-                shape = tuple(each.data.shape)
-                staged = StagedTensor(each.name, each.dtype, each.whole, each.offsets, shape, size)
-                described.append((staged, each.data))
+                described.append((each.staged(size), each.data))
                 size += aligned(each.data.nbytes)
             parts.append((part, described))
             sizes.append(size)

@@ -22,6 +22,8 @@ from unicron_lightning.checkpoints.names import REST
 from unicron_lightning.regular_files import read_regular
 from unicron_lightning.worker.checkpoint_files import INDEX, HashingFile
 
+DATA_SUFFIX: Final = ".distcp"
+"""Of files with tensors, as torch's writer names them."""
 UNFINISHED: Final = "unfinished"
 STALE_SECONDS: Final = 3600.0
 """Age of a version's folder, unchanged since, from which no writer can be alive that uses it."""

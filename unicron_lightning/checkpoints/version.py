@@ -14,23 +14,21 @@ import hashlib
 import mmap
 import time
 from collections.abc import Sequence
-from typing import IO, Final, cast
+from typing import Final
 
 import msgspec
-import torch
 
 from unicron_lightning.checkpoints.messages import (
     HOLDERS_LOST,
-    StagedTensor,
     ToWorker,
     VersionFailed,
     VersionOver,
     VersionWritten,
     WriteVersion,
 )
-from unicron_lightning.checkpoints.parts import IndexEntry, WrittenPart, check_whole
+from unicron_lightning.checkpoints.parts import WrittenPart, check_whole, write_objects, write_pieces
 from unicron_lightning.checkpoints.staging import tensor_in
-from unicron_lightning.checkpoints.storage import VersionStorage
+from unicron_lightning.checkpoints.storage import DATA_SUFFIX, VersionStorage
 from unicron_lightning.worker.checkpoint_files import INDEX, total
 from unicron_lightning.worker.operations import unpack_parts
 
@@ -162,18 +160,12 @@ class WritingVersion:
         if not found:
             return
         staged, memory = self.order.parts[found[0]], self._memories[found[0]]
-        name = f"__{part}_{self.order.rank}.distcp"
-        pieces = []
+        name = f"__{part}_{self.order.rank}{DATA_SUFFIX}"
+        full_name = self._storage.prefix + name
         self._begin()
         with self._storage.create(name) as file:
-            for each in staged.tensors:
-                start, tensor = file.tell(), tensor_in(memory, each)
-                if each.dtype:
-                    torch.save(tensor, cast("IO[bytes]", file))
-                else:
-                    file.write(tensor.numpy())
-                pieces.append(_entry(each, self._storage.prefix + name, start, file.tell() - start))
-        record = WrittenPart(pieces, {self._storage.prefix + name: file.digest}, self.order.name)
+            pieces = write_pieces(file, full_name, ((each, tensor_in(memory, each)) for each in staged.tensors))
+        record = WrittenPart(pieces, {full_name: file.digest}, self.order.name)
         with self._storage.create(f"part-{part}-{self.order.rank}.json") as file:
             file.write(msgspec.json.encode(record))
         self._written.add(part)
@@ -189,18 +181,16 @@ class WritingVersion:
         pieces = [piece for record in records.values() for piece in record.pieces]
         known = {name for record in records.values() for name in record.digests}
         for name in names:
-            if name.endswith(".distcp") and storage.prefix + name not in known:  # of a writer that is gone
+            if name.endswith(DATA_SUFFIX) and storage.prefix + name not in known:  # of a writer that is gone
                 storage.remove(name)
         from unicron_lightning.checkpoints.index import encode_index  # takes half a writer's start to import
 
         contents = unpack_parts(self._memories[-1][:])
         further = dict(zip(order.files, contents, strict=False))
         if order.objects:
+            objects = dict(zip(order.objects, contents[len(order.files) :], strict=True))
             with storage.create(_OBJECTS) as file:
-                for name, data in zip(order.objects, contents[len(order.files) :], strict=True):
-                    start = file.tell()
-                    file.write(data)
-                    pieces.append(IndexEntry(name, storage.prefix + _OBJECTS, start, len(data)))
+                pieces += write_objects(file, storage.prefix + _OBJECTS, objects)
         places = {name: tuple(place) for name, place in order.places.items()}
         check_whole(pieces)
         storage.publish({**further, INDEX: encode_index(pieces, places)})
@@ -261,9 +251,3 @@ class WritingVersion:
 
 def _record(content: bytes) -> WrittenPart:
     return msgspec.json.decode(content, type=WrittenPart)
-
-
-def _entry(each: StagedTensor, file: str, start: int, length: int) -> IndexEntry:
-    if not each.dtype:
-        return IndexEntry(each.name, file, start, length)
-    return IndexEntry(each.name, file, start, length, each.dtype, each.whole, each.offsets, each.sizes)

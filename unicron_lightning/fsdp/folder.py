@@ -1,14 +1,13 @@
 """Checkpoints of a sharded model as folders in the format of `torch.distributed.checkpoint`: a file for each shard.
 
-Each worker plans its own part and describes it, and the first one writes the index (`checkpoints.index`). To read a
+Each worker writes its own part and describes it (`checkpoints.parts`), and the first one writes the index. To read a
 part needs no communication. Workers must share the file system.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import io
-import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,53 +19,22 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import metadata as stored
 from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unicron_lightning.checkpoints import index, names
 from unicron_lightning.checkpoints.names import MODEL, REST
-from unicron_lightning.checkpoints.parts import IndexEntry, WrittenPart
-from unicron_lightning.checkpoints.staging import HeldCheckpoint, HeldTensor
+from unicron_lightning.checkpoints.parts import WrittenPart, write_objects, write_pieces
+from unicron_lightning.checkpoints.staging import HeldCheckpoint, HeldTensor, saved_bytes
+from unicron_lightning.checkpoints.storage import DATA_SUFFIX, FolderStorage
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.fsdp.mesh import local_shard
-from unicron_lightning.fsdp.whole import like, load_optimizer
+from unicron_lightning.fsdp.mesh import local_shard, with_local_shard
+from unicron_lightning.fsdp.whole import load_optimizer
 from unicron_lightning.worker.checkpoint_files import INDEX
-from unicron_lightning.worker.checkpoint_folders import FolderReader, HashingFiles, PlainObjects
+from unicron_lightning.worker.checkpoint_folders import FolderReader, PlainObjects
 
 OPTIMIZER: Final = names.OPTIMIZER + "0"
-
-
-def begin_folder(folder: Path) -> None:
-    """Make an empty folder."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def write_part(folder: Path, module: nn.Module, optimizer: Optimizer | None, shard: int) -> bytes:
-    """Write this worker's shards, and on the first worker everything that is not divided.
-
-    Args:
-        folder: made by `begin_folder`, on storage that all workers see.
-        module: sharded.
-        optimizer: of its parameters; None: not part of the checkpoint.
-        shard: of this worker.
-
-    Returns:
-        A description for `finish_folder`.
-    """
-    files, writer = HashingFiles(), dcp.FileSystemWriter(folder)
-    writer.fs = files
-    planner = dcp.DefaultSavePlanner()
-    planner.set_up_planner(_named(module, optimizer), is_coordinator=shard == 0)
-    plan = planner.create_local_plan()
-    items = {item.index: item for item in plan.items if _is_own(item, shard)}
-    before = [SavePlan([]) for _ in range(shard)]  # plans are numbered, and files named by these numbers
-    plan = writer.prepare_global_plan([*before, dataclasses.replace(plan, items=list(items.values()))])[shard]
-    results = writer.write_data(plan, planner).wait()
-    pieces = [_piece(items[result.index], result) for result in results]
-    return msgspec.json.encode(WrittenPart(pieces, files.digests))
 
 
 def held_part(module: nn.Module, optimizer: Optimizer | None, shard: int, rest: Mapping[str, Any]) -> HeldCheckpoint:
@@ -85,41 +53,39 @@ def held_part(module: nn.Module, optimizer: Optimizer | None, shard: int, rest: 
     return HeldCheckpoint(tensors=held, files={REST: rest}, objects=objects, places=planner.mappings)
 
 
-def finish_folder(
-    folder: Path, target: Path, parts: Sequence[bytes], places: Mapping[str, Any], rest: Any
-) -> dict[str, str]:
+def write_part(folder: FolderStorage, held: HeldCheckpoint, shard: int) -> bytes:
+    """Write this worker's shards, and on the first worker the objects; return a description for `finish_folder`.
+
+    Args:
+        folder: begun, on storage that all workers see.
+        held: by this worker, see `held_part`.
+        shard: of this worker.
+    """
+    name = f"__{shard}_0{DATA_SUFFIX}"
+    own = held.tensors[str(shard)]
+    with folder.create(name) as file:
+        pieces = write_pieces(file, name, ((each.staged(0), each.data.cpu().clone()) for each in own))
+        pieces += write_objects(file, name, held.objects if shard == 0 else {})
+    return msgspec.json.encode(WrittenPart(pieces, {name: file.digest}))
+
+
+def finish_folder(folder: FolderStorage, parts: Sequence[bytes], held: HeldCheckpoint) -> dict[str, str]:
     """Write index and rest, and rename the folder, which then is complete.
 
     Args:
         folder: with all parts.
-        target: its path, where it replaces another checkpoint.
         parts: descriptions of all workers' parts, by shard.
-        places: see `places_of`.
-        rest: of Lightning's checkpoint.
+        held: by this worker.
 
     Returns:
         Digests of all files, by name.
     """
     known = [msgspec.json.decode(part, type=WrittenPart) for part in parts]
-    files = HashingFiles()
-    pieces = [piece for part in known for piece in part.pieces]
-    with files.create_stream(folder / INDEX, "wb") as file:
-        file.write(index.encode_index(pieces, places))
-    with files.create_stream(folder / REST, "wb") as file:
-        torch.save(rest, file)
-    _move(folder, target)
-    return {
-        name: digest
-        for digests in (*(part.digests for part in known), files.digests)
-        for name, digest in digests.items()
-    }
-
-
-def places_of(module: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return the path of each entry of the index in the nested state."""
-    planner = dcp.DefaultSavePlanner()
-    planner.set_up_planner(_named(module, optimizer))
-    return planner.mappings
+    content = index.encode_index([piece for part in known for piece in part.pieces], held.places)
+    files = {REST: saved_bytes(held.files[REST]), INDEX: content}
+    folder.publish(files)
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    return {name: digest for each in (*(part.digests for part in known), digests) for name, digest in each.items()}
 
 
 def load_module(folder: Path, module: nn.Module) -> None:
@@ -167,21 +133,13 @@ def load_optimizer_part(own: Mapping[str, Any], module: nn.Module, optimizer: Op
     """
     if not own:
         return
-    names, groups = _group_names(module, optimizer), own["param_groups"]
-    if [sorted(group["params"]) for group in groups] != [sorted(group) for group in names]:
+    expected, groups = _group_names(module, optimizer), own["param_groups"]
+    if [sorted(group["params"]) for group in groups] != [sorted(group) for group in expected]:
         raise ConfigError(
             "the checkpoint has other groups of the optimizer's parameters than the module: "
-            f"{[group['params'] for group in groups]}, expected {names}"
+            f"{[group['params'] for group in groups]}, expected {expected}"
         )
-    numbers = {name: number for number, name in enumerate(_flat(names))}
-    entries = {
-        numbers[name]: {
-            key: local_shard(value) if isinstance(value, Tensor) else value for key, value in values.items()
-        }
-        for name, values in own.get("state", {}).items()
-    }
-    restored = [{**group, "params": [numbers[name] for name in own]} for group, own in zip(groups, names, strict=True)]
-    load_optimizer(optimizer, {"state": entries, "param_groups": restored}, whole=False)
+    load_optimizer(optimizer, names.by_number(own, expected), whole=False)
 
 
 def _named(module: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -200,10 +158,6 @@ def _group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _flat(names: Sequence[Sequence[str]]) -> list[str]:
-    return [name for group in names for name in group]
-
-
 def _is_own(item: WriteItem, shard: int) -> bool:
     """Whether this worker writes an entry: its shards with elements; the first worker also what is not divided."""
     if item.type != WriteItemType.SHARD:
@@ -212,27 +166,12 @@ def _is_own(item: WriteItem, shard: int) -> bool:
     return item.tensor_data.chunk.sizes.numel() > 0
 
 
-def _piece(item: WriteItem, result: WriteResult) -> IndexEntry:
-    data, at = item.tensor_data, result.storage_data
-    place = {"name": item.index.fqn, "file": at.relative_path, "start": at.offset, "length": at.length}
-    if data is None:
-        return IndexEntry(**place)
-    dtype = str(data.properties.dtype).removeprefix("torch.")
-    return IndexEntry(
-        **place,
-        dtype=dtype,
-        whole=tuple(data.size),
-        offsets=tuple(data.chunk.offsets),
-        sizes=tuple(data.chunk.sizes),
-    )
-
-
 def _target(entry: Any, parameter: Tensor | None) -> Any:
     """What an entry of the optimizer's state is read into: this worker's shard, a whole tensor, or another object."""
     if not isinstance(entry, stored.TensorStorageMetadata):
         return entry
     if isinstance(parameter, DTensor) and entry.size == parameter.shape and entry.size:
-        return like(torch.empty_like(local_shard(parameter), dtype=entry.properties.dtype), parameter)
+        return with_local_shard(parameter, torch.empty_like(local_shard(parameter), dtype=entry.properties.dtype))
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
@@ -240,14 +179,3 @@ def _read(folder: Path, state: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*single process.*")
         dcp.load(state, storage_reader=FolderReader(folder), planner=PlainObjects(), no_dist=True)
-
-
-def _move(folder: Path, target: Path) -> None:
-    """Rename a complete folder; what it replaces is deleted after that."""
-    if not target.exists():
-        folder.rename(target)
-        return
-    replaced = folder.with_name(f"{folder.name}.replaced")
-    target.rename(replaced)
-    folder.rename(target)
-    shutil.rmtree(replaced) if replaced.is_dir() else replaced.unlink()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from unicron_lightning.fsdp.mesh import local_shard
+from unicron_lightning.fsdp.mesh import local_shard, with_local_shard
 
 
 def whole_parameters(module: nn.Module, shards: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
@@ -57,7 +57,9 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, whole: boo
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def own(value: Any, parameter: Tensor) -> Any:
-        return like(shard_of(value, parameter) if whole else value, parameter) if _divided(value) else value
+        if not _divided(value):
+            return value
+        return with_local_shard(parameter, shard_of(value, parameter) if whole else local_shard(value))
 
     entries = {
         key: {name: own(value, parameters[int(key)]) for name, value in values.items()}
@@ -75,20 +77,6 @@ def shard_of(whole: Tensor, tensor: Tensor) -> Tensor:
     assert coordinate is not None, "this worker is in its replica's mesh"
     parts, [shard] = whole.chunk(mesh.size(), 0), coordinate
     return parts[shard] if shard < len(parts) else whole[:0]
-
-
-def like(local: Tensor, tensor: Tensor) -> Tensor:
-    """A part of a tensor that is divided as another one, in its form."""
-    if not isinstance(tensor, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
 
 
 def _divided(value: Any) -> bool:

@@ -28,6 +28,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed import checkpoint as dcp
 from typing_extensions import override
 
+from unicron_lightning.checkpoints.storage import DATA_SUFFIX
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.sharded import initialize_state, parts_of
 from unicron_lightning.regular_files import open_regular
@@ -41,8 +42,6 @@ _SHARDING: Final = "fully_reshardable"
 """Division of the distributed optimizer's state."""
 _MAIN_PARAMETER: Final = re.compile(r"(.*\.)?state\.param\.")
 """Names of the main parameters, which only a distributed optimizer stores with its state."""
-DATA_SUFFIX: Final = ".distcp"
-"""Of files with tensors, which torch's writer writes on each rank."""
 
 
 def content() -> dict[str, Any]:

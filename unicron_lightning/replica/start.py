@@ -13,7 +13,6 @@ from unicron_lightning.replica.model import ReplicaModel
 from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
-from unicron_lightning.worker.report_sum import ReportSum
 
 _PIECE_BYTES: Final = 1 << 26
 """Bytes that a worker holds of another shard's state."""
@@ -30,9 +29,6 @@ class ShardOperation(Indivisible):
     def __init__(self, fabric: ReplicaFabric[Any], model: ReplicaModel) -> None:
         self._fabric = fabric
         self._model = model
-
-    def plan(self, reports: ReportSum, rank: int) -> None:
-        """All ranks do the same."""
 
 
 class InitialState(ShardOperation):

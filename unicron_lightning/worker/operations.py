@@ -37,7 +37,13 @@ def unpack_parts(data: bytes) -> list[bytes]:
 
 
 class Indivisible:
-    """Base of operations that are repeated as a whole, since a failed attempt leaves nothing to keep."""
+    """Base of operations that are repeated as a whole, since a failed attempt leaves nothing to keep.
+
+    Without a `plan` of its own, all ranks do the same.
+    """
+
+    def plan(self, reports: ReportSum, rank: int) -> None:
+        pass
 
     def suspend(self) -> None:
         pass
@@ -170,9 +176,6 @@ class Parting(Indivisible):
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
-
-    def plan(self, reports: ReportSum, rank: int) -> None:
-        """All ranks do the same."""
 
     def attempt(self, engine: Engine) -> NoReturn:
         control, epoch = engine.control, engine.world.epoch
