@@ -19,9 +19,9 @@ from unicron_lightning.replica.fabric import run_released
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.strategies.state.replica_memory import ReplicaDivision
 from unicron_lightning.worker.communication.communicator import gather_bytes
-from unicron_lightning.worker.engine import Engine, World
+from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
-from unicron_lightning.worker.state_parts import DividedState, OwnState, SharePart, joined, own_parts
+from unicron_lightning.worker.state_parts import DividedState, OwnState, joined
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.megatron.parallel import MegatronParallel
@@ -43,22 +43,20 @@ class GridDivision(ReplicaDivision):
     def _model(self) -> ShardModel:
         return self._grid.member.model
 
-    @override
-    def plan(self, world: World, partners: int) -> tuple[SharePart, ...]:
-        if self._model.keeper is None:
-            return super().plan(world, partners)
-        return own_parts(self.workers(world), world.places, partners)
+    @property
+    def equal(self) -> bool:  # type: ignore[override]
+        """Whether the workers of a shard have equal states."""
+        return self._model.keeper is None
 
     @override
     def divide(self, state: Callable[[], dict[str, Any]]) -> DividedState:
-        kept = self._model.keeper is not None
-        speaks = self.shard == 0 and (not kept or self.place.replica == 0)
+        speaks = self.shard == 0 and (self.equal or self.place.replica == 0)
         own = {"shard": self._model.plain_state(self.shard), "loops": state() if speaks else None}
-        return replace((OwnState if kept else DividedState).of(own), layout=self._layout())
+        return replace((DividedState if self.equal else OwnState).of(own), layout=self._layout())
 
     @override
     def joined(self, parts: Sequence[bytes]) -> dict[str, Any]:
-        if self._model.keeper is None:
+        if self.equal:
             return {**joined(parts), "others": []}
         states = [joined([part]) for part in parts]
         loops = next((each["loops"] for each in states if each["loops"] is not None), None)

@@ -11,7 +11,7 @@ from unicron_lightning import wire
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.staging import StagedVersion, Staging
-from unicron_lightning.worker.state_parts import DividedState, joined, staged_parts
+from unicron_lightning.worker.state_parts import DividedState, SharePart, joined, staged_parts
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -28,6 +28,8 @@ class StateDivision:
     """Shards of the model."""
     shard = 0
     """This worker's shard."""
+    equal = True
+    """Whether the workers of a shard have equal states."""
 
     def __init__(self, strategy: FaultTolerantStrategy) -> None:
         self.strategy = strategy
@@ -35,6 +37,10 @@ class StateDivision:
     def workers(self, world: World) -> Sequence[Sequence[int]]:
         """Return the ranks of the workers of each shard, in the order of replicas."""
         return [range(world.size)]
+
+    def plan(self, world: World, partners: int) -> tuple[SharePart, ...]:
+        """Return all parts of a version, in order."""
+        return staged_parts(self.workers(world), world.places, partners, equal=self.equal)
 
     def divide(self, state: Callable[[], dict[str, Any]]) -> DividedState:
         """Return this worker's state, given a function that returns that of a joiner.
@@ -55,7 +61,7 @@ class StateDivision:
             NotPlainData: the state holds objects.
         """
         engine = self.strategy.engine
-        plan = staged_parts(self.workers(engine.world), engine.world.places, partners)
+        plan = self.plan(engine.world, partners)
         return staging.stage(self.divide(state), engine.step, engine.world, plan)
 
     def joined(self, parts: Sequence[bytes]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.operations import Indivisible
 from unicron_lightning.worker.staging import StagedVersion, Staging
-from unicron_lightning.worker.state_parts import DividedState, SharePart, staged_parts
+from unicron_lightning.worker.state_parts import DividedState, SharePart
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -66,10 +66,6 @@ class ReplicaDivision(StateDivision):
     @override
     def workers(self, world: World) -> Sequence[Sequence[int]]:
         return [[replica.members[shard] for replica in self.place.layout.replicas] for shard in range(self.shards)]
-
-    def plan(self, world: World, partners: int) -> tuple[SharePart, ...]:
-        """Return all parts of a version, in order."""
-        return staged_parts(self.workers(world), world.places, partners)
 
     @override
     def divide(self, state: Callable[[], dict[str, Any]]) -> DividedState:

@@ -78,6 +78,8 @@ def test_replicas_share_the_parts_and_spares_write_none() -> None:
     assert part_writers([["0"]] * 4, places, 1) == {"0": [0, 2]}, "on another node"
     assert part_writers([["0"]] * 4, places, 9) == {"0": [0, 2, 3, 1]}
     assert part_writers([["0"]] * 4, places, 0) == {"0": [0]}
+    racks = [("r", "a"), ("r", "b"), ("s", "c"), ("s", "c")]
+    assert part_writers([["0"]] * 4, racks, 9) == {"0": [0, 2, 1, 3]}, "another rack, then another node"
 
 
 def content(seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -19,7 +19,6 @@ from torch import Tensor
 from unicron_lightning.megatron import shim, toy
 from unicron_lightning.megatron.sharded import ShardedOptimizer
 from unicron_lightning.replica.mirror import Mirror, Redundancy, ShardsLost
-from unicron_lightning.replica.shards import newest_common
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted, SoloCommunicator
 from unicron_lightning.worker.communication.gloo import GlooCommunicator
 
@@ -228,7 +227,7 @@ def staged(rank: int, world: int, folder: Path) -> dict[str, Any]:
     survey = me.mirror.survey(SoloCommunicator())
     told: list[Any] = [None, None]
     dist.all_gather_object(told, survey)
-    version = newest_common(told)
+    version = max(set.intersection(*map(set, told)))
     me.mirror.restore(version)
     me.save(version, "after")
     stage = [rank, rank + 1]

@@ -7,7 +7,8 @@ from itertools import pairwise
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from unicron_lightning.replica.shards import Holding, Piece, holders, missing, newest_common, transfers, versions
+from unicron_lightning.replica.shards import Holding, Piece, missing, transfers, versions
+from unicron_lightning.worker.state_parts import apart, following
 
 SIZES = (7, 1, 12)
 """Elements of each parameter."""
@@ -39,14 +40,18 @@ def failures(draw: st.DrawFn) -> tuple[list[tuple[Piece, ...]], list[int], int]:
     return draw(layouts(world)), sorted(survivors), draw(st.integers(0, 2))
 
 
+def keepers(owner: int, world: int, copies: int) -> list[int]:
+    """The ranks with copies of an owner's shard, on one machine."""
+    return apart(owner, following(range(world), owner), [("", "")] * world, copies, anywhere=True)
+
+
 def held_after(old: list[tuple[Piece, ...]], survivors: list[int], copies: int) -> list[list[Holding]]:
     """The survivors' holdings of version 5: their own shards and those that they mirror."""
-    nodes = [""] * len(old)
     return [
         [
             Holding(version=5, pieces=old[owner])
             for owner in range(len(old))
-            if owner == survivor or survivor in holders(owner, nodes, copies)
+            if owner == survivor or survivor in keepers(owner, len(old), copies)
         ]
         for survivor in survivors
     ]
@@ -75,23 +80,26 @@ def test_each_element_comes_once_from_one_who_has_it(failure: tuple, data: st.Da
 def test_what_is_lost_is_what_died_with_all_its_copies(failure: tuple) -> None:
     old, survivors, copies = failure
     held = held_after(old, survivors, copies)
-    nodes = [""] * len(old)
     dead = [
         owner
         for owner in range(len(old))
-        if owner not in survivors and not set(holders(owner, nodes, copies)) & set(survivors)
+        if owner not in survivors and not set(keepers(owner, len(old), copies)) & set(survivors)
     ]
     lost = elements(missing(5, held, WHOLE))
     assert sorted(lost) == sorted(element for owner in dead for element in elements(old[owner]))
     assert versions(held, WHOLE) == (() if lost else (5,))
 
 
-@given(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=6), st.integers(0, 7))
-def test_copies_are_kept_by_others_and_on_other_nodes_first(nodes: list[str], copies: int) -> None:
+@given(st.lists(st.sampled_from(["ra", "rb", "rc", "sd", "se", "tf"]), min_size=1, max_size=8), st.integers(0, 9))
+def test_copies_are_kept_by_others_and_in_other_racks_and_on_other_nodes_first(nodes: list[str], copies: int) -> None:
+    places = [(node[0], node) for node in nodes]
     for rank in range(len(nodes)):
-        chosen = holders(rank, nodes, copies)
+        chosen = apart(rank, following(range(len(nodes)), rank), places, copies, anywhere=True)
         assert len(chosen) == len(set(chosen)) == min(copies, len(nodes) - 1)
         assert rank not in chosen
+        for part in (0, 1):
+            known = {places[each][part] for each in (rank, *chosen)}
+            assert len(known) == min(1 + copies, len({place[part] for place in places})), "as many as there are"
         beside = [nodes[other] == nodes[rank] for other in chosen]
         assert beside == sorted(beside)
         if any(beside):
@@ -106,10 +114,7 @@ def test_one_dead_of_two_is_restored_from_the_mirror() -> None:
     ]  # fmt: skip
 
 
-def test_the_newest_version_that_is_whole_everywhere() -> None:
+def test_a_newer_version_that_is_not_whole() -> None:
     older = [[Holding(version=4, pieces=WHOLE), Holding(version=5, pieces=(Piece(0, 0, 7),))]]
     assert versions(older, WHOLE) == (4,)
     assert missing(5, older, WHOLE) == (Piece(1, 0, 1), Piece(2, 0, 12))
-    assert newest_common([(5, 4), (4,), (5, 4, 3)]) == 4
-    assert newest_common([(5,), (4,)]) is None
-    assert newest_common([]) is None

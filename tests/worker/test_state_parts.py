@@ -26,7 +26,6 @@ from unicron_lightning.worker.state_parts import (
     Place,
     holders,
     joined,
-    own_parts,
     partners_of,
     staged_parts,
 )
@@ -127,9 +126,9 @@ def test_parts_of_shards_go_to_other_racks() -> None:
     assert [part.holders for part in staged_parts([[0, 2], [1, 3]], places, 1)] == [(0, 2), (2, 0), (1, 3), (3, 1)]
     across = staged_parts([[0], [2], [1]], places, 1)
     assert [part.receivers for part in across] == [(2,), (1,), (2,)]
-    own = own_parts([[0, 1], [2, 3]], places, 2)
+    own = staged_parts([[0, 1], [2, 3]], places, 2, equal=False)
     assert [part.receivers for part in own] == [(2,), (3,), (0,), (1,)], "only one other worker is in another rack"
-    inside = own_parts([[0, 1]], places, 1)
+    inside = staged_parts([[0, 1]], places, 1, equal=False)
     assert [part.receivers for part in inside] == [(1,), (0,)], "both are in the only rack"
 
 

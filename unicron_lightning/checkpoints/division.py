@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from unicron_lightning.worker.state_parts import Place, partners_of
+from unicron_lightning.worker.state_parts import Place, apart, following
 
 ALIGNMENT: Final = 64
 """Bytes to which each piece is aligned in shared memory."""
@@ -101,7 +101,7 @@ def part_writers(held: Sequence[Sequence[str]], places: Sequence[Place], partner
     """Return the ranks that copy each part, in the order in which they are to write it.
 
     The first writer is one that names the part first. Among several, as the replicas of a shard are, each begins some.
-    The others are on its partner nodes, if possible.
+    The others are `apart` from it, if possible.
 
     Args:
         held: names of the parts that each rank holds; none, as of a spare.
@@ -114,7 +114,6 @@ def part_writers(held: Sequence[Sequence[str]], places: Sequence[Place], partner
         ranks = [rank for rank, own in enumerate(held) if name in own]
         turned = ranks[at % len(ranks) :] + ranks[: at % len(ranks)]
         first = min(turned, key=lambda rank: held[rank].index(name))
-        nodes = [*partners_of(places, places[first]), places[first][1]]
-        others = sorted((rank for rank in turned if rank != first), key=lambda rank: nodes.index(places[rank][1]))
-        found[name] = [first, *others[:partners]]
+        others = following(turned, turned.index(first))
+        found[name] = [first, *apart(first, others, places, partners, anywhere=True)]
     return found

@@ -24,6 +24,7 @@ from unicron_lightning.replica.mirror import Mirror, Redundancy
 from unicron_lightning.replica.shards import Holding, Piece, missing, transfers
 from unicron_lightning.worker.communication.communicator import gather_rows
 from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.state_parts import Place
 
 
 class ShardKeeper:
@@ -50,7 +51,7 @@ class ShardKeeper:
     def found(self, engine: Engine, channels: Channels) -> None:
         """Distribute the shards over the present replicas at the task's start. A collective of this shard's workers."""
         assert channels.exchange is not None
-        self._mirror.node = _node(engine)
+        self._mirror.place = _place(engine)
         self._mirror.forget(-1)
         try:
             self._optimizer.lay_out(self._optimizer.groups)
@@ -135,7 +136,7 @@ class ShardKeeper:
             CommunicatorAborted: a member failed.
         """
         mirror = self._mirror
-        mirror.node = _node(engine)
+        mirror.place = _place(engine)
         mirror.pause()
         mirror.forget(version)  # an uncommitted attempt, which will be repeated
         lacks = False
@@ -175,10 +176,10 @@ class ShardKeeper:
         )
 
 
-def _node(engine: Engine) -> str:
-    """Label of this worker's machine."""
+def _place(engine: Engine) -> Place:
+    """Return this worker's rack and node."""
     world = engine.world
-    return world.nodes[world.rank] if world.nodes else ""
+    return world.places[world.rank] if world.nodes else ("", "")
 
 
 def check_redundancy(redundancy: Redundancy | None, *, distributed: bool) -> Redundancy | None:

@@ -31,6 +31,7 @@ from unicron_lightning.replica import shards
 from unicron_lightning.replica.copies import ROWS, Ring, Stored, VersionBuffers, assemble, cut
 from unicron_lightning.replica.shards import Holding, Piece
 from unicron_lightning.worker.communication.communicator import Communicator, Handle, SoloCommunicator, gather_bytes
+from unicron_lightning.worker.state_parts import Place, apart, following
 
 
 class ShardsLost(UnicronError):
@@ -108,7 +109,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Its shard in its present layout."""
     groups: dict[int, int]
     """Optimizer group of each parameter, as far as known."""
-    node: str
+    place: Place
 
 
 class Mirror:
@@ -117,13 +118,13 @@ class Mirror:
     Args:
         optimizer: this rank's shard.
         redundancy: number of copies.
-        node: label of this rank's machine; copies go to other nodes first.
+        place: of this rank; copies go to other racks first, then to other nodes.
     """
 
-    def __init__(self, optimizer: MirroredOptimizer, redundancy: Redundancy, node: str = "") -> None:
+    def __init__(self, optimizer: MirroredOptimizer, redundancy: Redundancy, place: Place = ("", "")) -> None:
         self._optimizer = optimizer
         self._redundancy = redundancy
-        self.node = node
+        self.place = place
         self._stored: list[Stored] = []
         self._layout = 0
         self._steps: dict[int, float] = {}
@@ -142,7 +143,7 @@ class Mirror:
         """
         reports = self._gather(exchange, ())
         self._groups = {number: group for report in reports for number, group in report.groups.items()}
-        self._arrange([report.pieces for report in reports], [report.node for report in reports])
+        self._arrange([report.pieces for report in reports], [report.place for report in reports])
 
     def protect(self, version: int) -> None:
         """Return when the present shard is copied and sent. A collective of the group; nothing without ``copies``.
@@ -261,7 +262,7 @@ class Mirror:
         self._optimizer.gather_parameters()
         self._groups = groups
         self._stored = [stored for stored in self._stored if stored.holding.version == version]
-        self._arrange(layouts, [report.node for report in self._surveyed])
+        self._arrange(layouts, [report.place for report in self._surveyed])
 
     def _gather(self, exchange: Exchange | SoloCommunicator, holdings: tuple[Holding, ...]) -> list[Report]:
         self._exchange = exchange
@@ -270,15 +271,16 @@ class Mirror:
             steps=self._steps,
             pieces=self._optimizer.pieces,
             groups={**self._groups, **self._optimizer.groups},
-            node=self.node,
+            place=self.place,
         )
         told = gather_bytes(exchange, msgspec.json.encode(mine), "optimizer shards")
         return [msgspec.json.decode(report, type=Report) for report in told]
 
-    def _arrange(self, layouts: list[tuple[Piece, ...]], nodes: list[str]) -> None:
+    def _arrange(self, layouts: list[tuple[Piece, ...]], places: list[Place]) -> None:
         """Adopt a layout. Stored copies of older layouts stay until a version is complete in this one."""
         assert self._exchange is not None
-        chosen = [shards.holders(rank, nodes, self._redundancy.copies) for rank in range(len(layouts))]
+        ranks, copies = range(len(layouts)), self._redundancy.copies
+        chosen = [apart(rank, following(ranks, rank), places, copies, anywhere=True) for rank in ranks]
         ring = Ring(layouts=layouts, rounds=[list(holders) for holders in zip(*chosen, strict=True)])
         rank, pinned = self._exchange.rank, self._optimizer.device.type == "cuda"
         if self._redundancy.copies:

@@ -67,21 +67,6 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, order=True):
     piece: Piece
 
 
-def holders(rank: int, nodes: Sequence[str], copies: int) -> tuple[int, ...]:
-    """Ranks that keep copies of a rank's shard: the next ones in the ring, those of other nodes first.
-
-    Args:
-        rank: the owner.
-        nodes: label of each rank's node; with equal labels the result is the next ranks.
-        copies: wanted number of copies; a small group has fewer.
-    """
-    world = len(nodes)
-    ring = [(rank + distance) % world for distance in range(1, world)]
-    elsewhere = [other for other in ring if nodes[other] != nodes[rank]]
-    beside = [other for other in ring if nodes[other] == nodes[rank]]
-    return tuple((elsewhere + beside)[:copies])
-
-
 def versions(held: Sequence[Sequence[Holding]], whole: Sequence[Piece]) -> tuple[int, ...]:
     """The versions that can be restored without loss, newest first.
 
@@ -91,16 +76,6 @@ def versions(held: Sequence[Sequence[Holding]], whole: Sequence[Piece]) -> tuple
     """
     known = {holding.version for holdings in held for holding in holdings}
     return tuple(sorted((version for version in known if not missing(version, held, whole)), reverse=True))
-
-
-def newest_common(surveys: Iterable[Sequence[int]]) -> int | None:
-    """The newest version that all stages and slices of the model can restore; None if no such version exists.
-
-    Args:
-        surveys: the `versions` of each.
-    """
-    sets = [set(survey) for survey in surveys]
-    return max(set.intersection(*sets), default=None) if sets else None
 
 
 def missing(version: int, held: Sequence[Sequence[Holding]], whole: Sequence[Piece]) -> tuple[Piece, ...]:

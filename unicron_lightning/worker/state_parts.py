@@ -161,63 +161,68 @@ Place = tuple[str, str]
 """Rack and node of a worker; a node without a label is its own rack."""
 
 
-def staged_parts(shards: Sequence[Sequence[int]], places: Sequence[Place], partners: int) -> tuple[SharePart, ...]:
+def staged_parts(
+    shards: Sequence[Sequence[int]], places: Sequence[Place], partners: int, *, equal: bool = True
+) -> tuple[SharePart, ...]:
     """Return the parts of a version, in order.
 
     Args:
         shards: ranks of the workers of each shard, in the order of replicas.
         places: place of each rank.
-        partners: number of further copies of each part: see `partners_of`. Workers of the same shard stage them, as
-            far as there are any, else workers of the same replica.
+        partners: number of further copies of each part: see `partners_of`, `apart`. Workers of the same shard have
+            them, as far as there are any on other nodes, else workers of the same replica.
+        equal: whether the workers of a shard have equal states, and can stage each other's parts.
     """
     found = []
     for shard, ranks in enumerate(shards):
         for piece, rank in enumerate(ranks):
-            own = tuple(ranks[i] for i in holders([places[rank] for rank in ranks], piece, partners))
-            others = [shards[(shard + step) % len(shards)][piece] for step in range(1, len(shards))]
-            more = _apart(rank, others, own[1:], places, partners)
-            number = len(ranks)
-            found.append(SharePart(shard=shard, piece=piece, pieces=number, holders=own, receivers=tuple(more)))
+            near = [places[each] for each in ranks]
+            own = tuple(ranks[each] for each in holders(near, piece, partners)) if equal else (rank,)
+            same = [] if equal else following(ranks, piece)
+            replica = [shards[other][piece] for other in following(range(len(shards)), shard)]
+            more = tuple(apart(rank, [*same, *replica], places, partners, used=own[1:]))
+            found.append(SharePart(shard=shard, piece=piece, pieces=len(ranks), holders=own, receivers=more))
     return tuple(found)
 
 
-def own_parts(shards: Sequence[Sequence[int]], places: Sequence[Place], partners: int) -> tuple[SharePart, ...]:
-    """Return the parts of a version, in order, if each worker has a part of its own.
+def following(ranks: Sequence[int], at: int) -> list[int]:
+    """Return the other ones of some ranks, beginning with the next one."""
+    return [*ranks[at + 1 :], *ranks[:at]]
+
+
+def apart(
+    rank: int,
+    others: Sequence[int],
+    places: Sequence[Place],
+    number: int,
+    *,
+    used: Sequence[int] = (),
+    anywhere: bool = False,
+) -> list[int]:
+    """Choose further holders of what a rank holds: in racks that have none, then on nodes that have none.
 
     Args:
-        shards: as for `staged_parts`.
-        places: as for `staged_parts`.
-        partners: number of further copies of each part. Receivers are workers of the same shard, as far as there are
-            any on other nodes, else of the same replica.
+        rank: the first holder.
+        others: candidates, in the order in which they are preferred.
+        places: place of each rank.
+        number: wanted number of further holders, with ``used``.
+        used: further holders that are chosen already.
+        anywhere: whether those in the rank's rack, on nodes that have one, and on its own node follow. Otherwise they
+            are in its rack only if neither a candidate nor one of ``used`` is in another one.
     """
-    found = []
-    for shard, ranks in enumerate(shards):
-        for piece, rank in enumerate(ranks):
-            same = [ranks[(piece + step) % len(ranks)] for step in range(1, len(ranks))]
-            replica = [shards[(shard + step) % len(shards)][piece] for step in range(1, len(shards))]
-            to = tuple(_apart(rank, [*same, *replica], (), places, partners))
-            found.append(SharePart(shard=shard, piece=piece, pieces=len(ranks), holders=(rank,), receivers=to))
-    return tuple(found)
-
-
-def _apart(rank: int, others: Sequence[int], used: Sequence[int], places: Sequence[Place], partners: int) -> list[int]:
-    """Choose further holders for a rank's part: in racks that have none, then on nodes that have none.
-
-    Only if neither ``others`` nor ``used`` are in another rack, they are in its own.
-    """
-    nodes, chosen = {places[each][1] for each in (rank, *used)}, list[int]()
-    abroad = [each for each in others if places[each][0] != places[rank][0]]
-    if not abroad and all(places[each][0] == places[rank][0] for each in used):
+    (rack, node), found = places[rank], [rank, *used]
+    abroad = [each for each in others if places[each][0] != rack]
+    if not abroad and all(places[each][0] == rack for each in used):
         abroad = list(others)
-    racks = {places[each][0] for each in (rank, *used)}
-    for new in (True, False):
-        for each in abroad:
-            rack, node = places[each]
-            if len(used) + len(chosen) < partners and node not in nodes and (rack not in racks) == new:
-                chosen.append(each)
-                nodes.add(node)
-                racks.add(rack)
-    return chosen
+    tiers: list[tuple[Sequence[int], int | None]] = [(abroad, 0), (abroad, 1)]
+    if anywhere:
+        tiers += [(others, 1), (sorted(others, key=lambda each: places[each][1] == node), None)]
+    for candidates, part in tiers:
+        for each in candidates:
+            is_new = part is None or all(places[each][part] != places[holder][part] for holder in found)
+            if len(found) <= number and is_new and each not in found:
+                found.append(each)
+    return found[1 + len(used) :]
 
 
 def holders(places: Sequence[Place], part: int, partners: int) -> list[int]:
