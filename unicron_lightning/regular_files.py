@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import AbstractContextManager
+from typing import IO
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
@@ -35,3 +37,17 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
     """
     with open(path, "rb", opener=open_regular) as file:
         return file.read()
+
+
+def open_stored(path: str | os.PathLike[str]) -> AbstractContextManager[IO[bytes]]:
+    """Open a regular file, or what is at a URL for which fsspec has a package, for reading.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    if "://" not in str(path):
+        return open(path, "rb", opener=open_regular)
+    import fsspec  # type: ignore[import-untyped]  # for URLs only
+
+    found: AbstractContextManager[IO[bytes]] = fsspec.open(str(path), "rb")
+    return found

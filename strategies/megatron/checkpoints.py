@@ -16,9 +16,9 @@ from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.megatron.held import held_checkpoint
 from unicron_lightning.megatron.model import ShardModel
 from unicron_lightning.megatron.object_codes import authenticated
-from unicron_lightning.replica.copies import Stored
 from unicron_lightning.replica.fabric import run_released
 from unicron_lightning.replica.member import ReplicaMember
+from unicron_lightning.replica.mirror import Stored
 from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.worker.checkpoint_files import located, total
 from unicron_lightning.worker.communication.communicator import gather_bytes

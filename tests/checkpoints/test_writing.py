@@ -20,19 +20,18 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from unicron_lightning.checkpoints import version, writing
+from unicron_lightning.checkpoints import version
 from unicron_lightning.checkpoints.client import WriterProcess
 from unicron_lightning.checkpoints.division import blocks, divide, part_writers
 from unicron_lightning.checkpoints.index import read_checkpoint
 from unicron_lightning.checkpoints.messages import VersionFailed, VersionOver, VersionWritten, WriteVersion
-from unicron_lightning.checkpoints.names import REST, is_folder
+from unicron_lightning.checkpoints.names import is_folder
 from unicron_lightning.checkpoints.parts import IndexEntry, check_whole
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, saved_bytes, stage
 from unicron_lightning.checkpoints.storage import storage_of
-from unicron_lightning.checkpoints.version import WritingVersion
-from unicron_lightning.checkpoints.writing import Versions
+from unicron_lightning.checkpoints.version import Versions, WritingVersion
 from unicron_lightning.local_cluster.processes import until
-from unicron_lightning.worker.checkpoint_files import digest_of
+from unicron_lightning.worker.checkpoint_files import REST, digest_of
 from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 from unicron_lightning.worker.state_parts import holders
 
@@ -334,7 +333,7 @@ def test_a_holder_of_a_copy_waits_at_the_end_for_the_newest_version_and_writes_i
     buffers += memories
     writer.add(order, [mmap.mmap(each.descriptor, 0) for each in memories])
     assert not writer.advance()
-    monkeypatch.setattr(writing, "BEGIN_SECONDS", 0.0)
+    monkeypatch.setattr(version, "BEGIN_SECONDS", 0.0)
     assert writer.advance() == [VersionOver(number=3)], "the first one still lives, and has removed it itself"
     for each in buffers:
         each.release()

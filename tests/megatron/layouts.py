@@ -19,7 +19,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron import checkpoint, shim, toy
 from unicron_lightning.megatron.held import held_checkpoint
 from unicron_lightning.megatron.sharded import ShardedOptimizer
-from unicron_lightning.replica.copies import ROWS, Stored
+from unicron_lightning.replica.mirror import ROWS, Stored
 from unicron_lightning.replica.shards import Holding
 from unicron_lightning.worker.checkpoint_files import digest_of
 from unicron_lightning.worker.memory_pool import MemoryPool

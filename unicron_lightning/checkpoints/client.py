@@ -282,7 +282,7 @@ class WriterProcess:
 
     def _write_here(self) -> None:
         """Write the versions in this process: the run ends, and the writer has not started."""
-        from unicron_lightning.checkpoints.writing import Versions  # takes half a second to import
+        from unicron_lightning.checkpoints.version import Versions  # takes half a second to import
 
         self._stop(idle=True)
         writing = Versions()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as stored
@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from unicron_lightning.checkpoints.names import MODEL, OPTIMIZER, REST, by_number
+from unicron_lightning.checkpoints.names import MODEL, OPTIMIZER, by_number
 from unicron_lightning.checkpoints.parts import IndexEntry
+from unicron_lightning.regular_files import open_stored
+from unicron_lightning.worker.checkpoint_files import REST
 from unicron_lightning.worker.checkpoint_folders import FolderReader, PlainObjects
 
 
@@ -70,9 +72,8 @@ class _Whole(PlainObjects, _EmptyStateDictLoadPlanner):
 
 def read_rest(folder: str | Path) -> dict[str, Any]:
     """Return the part of Lightning's checkpoint that is not model or optimizer; it must be plain data."""
-    reader = FolderReader(folder)
-    with reader.fs.create_stream(reader.fs.concat_path(reader.path, REST), "rb") as file:
-        rest: dict[str, Any] = torch.load(cast("IO[bytes]", file), map_location="cpu", weights_only=True)
+    with open_stored(f"{folder}/{REST}") as file:
+        rest: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return rest
 
 

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from unicron_lightning.worker.checkpoint_files import INDEX
+from unicron_lightning.worker.checkpoint_files import INDEX, REST
 
 MODEL: Final = "state_dict"
 OPTIMIZER: Final = "optimizer_"
 """Followed by the number of the optimizer."""
-REST: Final = "meta.pt"
 
 
 def is_folder(path: str | Path) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unicron_lightning.checkpoints.division import aligned, divide
 from unicron_lightning.checkpoints.messages import StagedPart, StagedTensor, WriteVersion
-from unicron_lightning.checkpoints.names import REST
+from unicron_lightning.worker.checkpoint_files import REST
 from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 from unicron_lightning.worker.operations import pack_parts
 

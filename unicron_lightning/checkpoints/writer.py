@@ -27,7 +27,7 @@ from unicron_lightning.checkpoints.messages import (
     WritersGone,
     WriteVersion,
 )
-from unicron_lightning.checkpoints.writing import Versions
+from unicron_lightning.checkpoints.version import Versions
 
 _LOOK_SECONDS: Final = 0.05
 """Seconds between two looks at the files of other writers."""

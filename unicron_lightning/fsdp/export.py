@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import fsspec  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
 from unicron_lightning.checkpoints.index import read_checkpoint
-from unicron_lightning.checkpoints.names import REST, is_folder
+from unicron_lightning.checkpoints.names import is_folder
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.regular_files import open_regular
+from unicron_lightning.regular_files import open_stored
+from unicron_lightning.worker.checkpoint_files import REST
 
 SAFETENSORS: Final = ".safetensors"
 OWN: Final = ("unicron_logged", "unicron_state")
@@ -87,8 +87,7 @@ def _folder(path: str | Path, *, model_only: bool) -> dict[str, Any]:
 
 def _file(path: str | Path) -> dict[str, Any]:
     def read(path: str | Path) -> dict[str, Any]:
-        url = "://" in str(path)
-        with fsspec.open(str(path), "rb") if url else open(path, "rb", opener=open_regular) as file:
+        with open_stored(path) as file:
             content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         return content
 

@@ -24,14 +24,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unicron_lightning.checkpoints import index, names
-from unicron_lightning.checkpoints.names import MODEL, REST
+from unicron_lightning.checkpoints.names import MODEL
 from unicron_lightning.checkpoints.parts import WrittenPart, write_objects, write_pieces
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, HeldTensor, saved_bytes
 from unicron_lightning.checkpoints.storage import DATA_SUFFIX, FolderStorage
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.mesh import local_shard, with_local_shard
 from unicron_lightning.fsdp.whole import load_optimizer
-from unicron_lightning.worker.checkpoint_files import INDEX
+from unicron_lightning.worker.checkpoint_files import INDEX, REST
 from unicron_lightning.worker.checkpoint_folders import FolderReader, PlainObjects
 
 OPTIMIZER: Final = names.OPTIMIZER + "0"

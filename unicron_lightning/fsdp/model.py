@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from unicron_lightning.fsdp.accelerator import ShardAccelerator
 from unicron_lightning.fsdp.gradients import ShardedGradients
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, local_shards, reset_after_exception, reshard
-from unicron_lightning.fsdp.whole import load_optimizer
+from unicron_lightning.fsdp.whole import load_optimizer, with_values
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.peers import PeerGroup
 from unicron_lightning.worker import codec
@@ -155,9 +155,7 @@ class FsdpShard:
         If only one of them has begun the next ``fit``, its optimizer is new, and the other's is not used any more.
         """
         state = codec.decode(data)
-        self._load_tensors(state)
-        if state["fits"] == self.fits:
-            self._load_optimizer(state)
+        self.load_plain(state if state["fits"] == self.fits else {**state, "optimizer": {}})
 
     def plain_state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer of this shard, as plain data that shares their memory."""
@@ -172,29 +170,19 @@ class FsdpShard:
 
     def load_plain(self, state: Mapping[str, Any]) -> None:
         """Load the `plain_state` of a worker of this shard in an earlier life."""
-        self._load_tensors(state)
-        self._load_optimizer(state)
-
-    def _load_tensors(self, state: Mapping[str, Any]) -> None:
         with torch.no_grad():
             own = local_shards([*self.root.parameters(), *self.root.buffers()])
             for tensor, value in zip(own, state["tensors"], strict=True):
                 tensor.copy_(value)
-
-    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
-        if self.optimizer is not None:
+        if self.optimizer is not None and state["optimizer"]:
             load_optimizer(self.optimizer, state["optimizer"], whole=False)
 
     def _optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state with this worker's parts of its tensors."""
         if self.optimizer is None:
             return {}
-        state = self.optimizer.state_dict()
-        own = {
-            key: {
-                name: local_shard(value.detach()) if isinstance(value, torch.Tensor) else value
-                for name, value in values.items()
-            }
-            for key, values in state["state"].items()
-        }
-        return {"state": own, "param_groups": state["param_groups"]}
+
+        def own(_key: int, _name: str, value: Any) -> Any:
+            return local_shard(value.detach()) if isinstance(value, torch.Tensor) else value
+
+        return with_values(self.optimizer.state_dict(), own)

@@ -5,7 +5,7 @@ FSDP2 divides a tensor along its first axis as `torch.chunk` does, so the whole 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,28 +44,29 @@ def load_parameters(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def whole_optimizer(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return an optimizer's state dict with whole tensors, from those with the parts of each shard, in order."""
-    first = shards[0]
-    state = {
-        key: {name: _whole([each["state"][key][name] for each in shards]) for name in values}
-        for key, values in first["state"].items()
-    }
-    return {"state": state, "param_groups": first["param_groups"]}
+    return with_values(shards[0], lambda key, name, _: _whole([each["state"][key][name] for each in shards]))
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, whole: bool) -> None:
     """Load a state dict with whole tensors, or with this worker's parts of them."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def own(value: Any, parameter: Tensor) -> Any:
+    def own(key: int, _name: str, value: Any) -> Any:
         if not _divided(value):
             return value
+        parameter = parameters[int(key)]
         return with_local_shard(parameter, shard_of(value, parameter) if whole else local_shard(value))
 
+    optimizer.load_state_dict(with_values(state, own))
+
+
+def with_values(state: Mapping[str, Any], change: Callable[[int, str, Any], Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with other values: ``change`` gets a parameter's number, a name, and a value."""
     entries = {
-        key: {name: own(value, parameters[int(key)]) for name, value in values.items()}
+        key: {name: change(key, name, value) for name, value in values.items()}
         for key, values in state["state"].items()
     }
-    optimizer.load_state_dict({"state": entries, "param_groups": state["param_groups"]})
+    return {"state": entries, "param_groups": state["param_groups"]}
 
 
 def shard_of(whole: Tensor, tensor: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from unicron_lightning.checkpoints.division import blocks
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, HeldTensor, saved_bytes
 from unicron_lightning.megatron import checkpoint
 from unicron_lightning.megatron.sharded import FIELDS
-from unicron_lightning.replica.copies import Stored
+from unicron_lightning.replica.mirror import Stored
 
 _STATE: Final = "optimizer.state"
 """Prefix of the names of optimizer states."""

@@ -18,9 +18,8 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.gradients import MainGradients
 from unicron_lightning.megatron.sharded import ShardedOptimizer
 from unicron_lightning.replica.channels import Channels
-from unicron_lightning.replica.copies import ROWS, Stored, assemble, cut
 from unicron_lightning.replica.fabric import run_released, start_anew
-from unicron_lightning.replica.mirror import Mirror, Redundancy
+from unicron_lightning.replica.mirror import ROWS, Mirror, Redundancy, Stored, assemble, cut
 from unicron_lightning.replica.shards import Holding, Piece, missing, transfers
 from unicron_lightning.worker.communication.communicator import gather_rows
 from unicron_lightning.worker.engine import Engine

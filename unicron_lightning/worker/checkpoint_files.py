@@ -14,16 +14,16 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any, Final, cast
 
-from unicron_lightning.regular_files import open_regular
+from unicron_lightning.regular_files import open_stored
 
 INDEX: Final = ".metadata"
 """Name of the index in a folder of `torch.distributed.checkpoint`."""
+REST: Final = "meta.pt"
+"""Name of the file beside the index, with the part of Lightning's checkpoint that is not model or optimizer."""
 
 _LARGE: Final = 1 << 20
 """Bytes from which a thread of its own computes the digest, while the file is written."""
 _CHUNK: Final = 1 << 22
-_REST: Final = "meta.pt"
-"""File beside the index, at a URL."""
 _WHOLE: Final = ""
 """Name of a file that is the whole checkpoint."""
 
@@ -104,16 +104,10 @@ class OpenCheckpoint:
             OSError: a file cannot be read.
         """
         if self._descriptor is None:
-            import fsspec  # type: ignore[import-untyped]  # for URLs only
-
-            if (names_there := _names_at(self.path)) is not None:
-                return {name: _digest_at(f"{self.path}/{name}") for name in names_there[part::parts]}
-            with fsspec.open(self.path, "rb") as file:
-                return {_WHOLE: _digest(file)}
-        if not Path(self.path).is_dir():
-            with Path(self.path).open("rb") as file:
-                return {_WHOLE: _digest(file)}
-        return folder_digests(self.path, names(self.path)[part::parts])
+            there = _names_at(self.path)
+        else:
+            there = names(self.path) if Path(self.path).is_dir() else None
+        return {_WHOLE: _digest(self.path)} if there is None else folder_digests(self.path, there[part::parts])
 
     def close(self) -> None:
         """Release it."""
@@ -124,21 +118,14 @@ class OpenCheckpoint:
 
 def _names_at(url: str) -> list[str] | None:
     """Return the files of a checkpoint that is not one file, as its index names them; None if it is one file."""
-    import fsspec
+    import fsspec  # type: ignore[import-untyped]  # for URLs only
 
     from unicron_lightning.worker.checkpoint_folders import referenced
 
     files, root = fsspec.core.url_to_fs(url)
     if not files.isfile(f"{root}/{INDEX}"):
         return None
-    return referenced(files.cat_file(f"{root}/{INDEX}"), url, _REST)
-
-
-def _digest_at(url: str) -> str:
-    import fsspec
-
-    with fsspec.open(url, "rb") as file:
-        return _digest(file)
+    return referenced(files.cat_file(f"{root}/{INDEX}"), url, REST)
 
 
 def names(folder: str | Path) -> list[str]:
@@ -147,16 +134,12 @@ def names(folder: str | Path) -> list[str]:
 
 
 def folder_digests(folder: str | Path, files: list[str]) -> dict[str, str]:
-    """Return the digests of some of a folder's files.
+    """Return the digests of some files of a folder, or at a URL.
 
     Raises:
         OSError: a file cannot be read, or is a pipe or the like.
     """
-    digests = {}
-    for name in files:
-        with open(Path(folder) / name, "rb", opener=open_regular) as file:
-            digests[name] = _digest(file)
-    return digests
+    return {name: _digest(f"{folder}/{name}") for name in files}
 
 
 def total(digests: Mapping[str, str]) -> str:
@@ -191,10 +174,11 @@ def size_of(name: str) -> int | None:
         return None
 
 
-def _digest(file: IO[bytes]) -> str:
+def _digest(path: str) -> str:
     found = hashlib.sha256()
-    while chunk := file.read(_CHUNK):
-        found.update(chunk)
+    with open_stored(path) as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
     return found.hexdigest()
 
 
