@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 import lightning.pytorch as pl
+import msgspec
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -23,11 +25,10 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.strategies.session import FitPassed, Session
 from unicron_lightning.strategies.state import join_state
-from unicron_lightning.strategies.state.resuming import newest
-from unicron_lightning.worker.checkpoint_files import HashingFile, OpenCheckpoint, digest_of, located, size_of
+from unicron_lightning.worker.checkpoint_files import HashingFile, OpenCheckpoint, digest_of, located, size_of, total
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.operations import LeaderAction, unpack_parts
+from unicron_lightning.worker.operations import Agreement, LeaderAction, unpack_parts
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -88,6 +89,17 @@ class SingleFileCheckpoints(CheckpointStore):
         if not {join_state.BESIDE, join_state.WHOLE} & checkpoint.keys():
             count_steps(checkpoint, self._strategy.shape)
         return checkpoint
+
+
+class CheckpointsChanged(ConfigError):
+    """No known checkpoint of the task is as it was written; the message names the newest and both digests."""
+
+
+class _Seen(msgspec.Struct):
+    """A rank's view of a checkpoint."""
+
+    digests: dict[str, str] = {}
+    error: str = ""
 
 
 class ReportedCheckpoints:
@@ -157,6 +169,80 @@ class ReportedCheckpoints:
             if engine.control is not None and engine.world.rank == 0:
                 engine.control.event("state_restored", tier="disk", step=checkpoint.step, path=opened.name)
             return state
+
+
+@contextmanager
+def newest(
+    engine: Engine, known: Sequence[wire.Checkpoint], *, divided: bool
+) -> Iterator[tuple[OpenCheckpoint, wire.Checkpoint]]:
+    """Hold the first of some checkpoints open that all ranks find as it was written, and yield it with what is known.
+
+    For all ranks together.
+
+    Args:
+        engine: has state.
+        known: checkpoints of the task, newest first.
+        divided: whether each rank reads its part of the files, and so a part of a folder; otherwise each reads all.
+
+    Raises:
+        CheckpointsChanged: there is none.
+    """
+    refused: list[str] = []
+    for number, checkpoint in enumerate(known):
+        opened, found = _look(engine, checkpoint, number, divided=divided)
+        try:
+            if found == checkpoint.digest and opened is not None:
+                yield opened, checkpoint
+                return
+        finally:
+            if opened is not None:
+                opened.close()
+        refused.append(f"{checkpoint.path} has {found}, expected {checkpoint.digest}")
+        _report(engine, checkpoint, found)
+    more = f" (and {len(refused) - 1} older: see checkpoint_rejected)" if refused[1:] else ""
+    raise CheckpointsChanged(
+        f"no checkpoint of the task is as it was written (SHA-256): {refused[0]}{more}. Restore one, or start a new "
+        "task with ckpt_path"
+    )
+
+
+def _look(
+    engine: Engine, checkpoint: wire.Checkpoint, number: int, *, divided: bool
+) -> tuple[OpenCheckpoint | None, str]:
+    """Open a checkpoint; return it with the digest on which all ranks agree, or an explanation."""
+    opened, seen = None, _Seen()
+    try:
+        opened = OpenCheckpoint(checkpoint.path)
+    except OSError as error:
+        seen.error = str(error)
+
+    def look(rank: int) -> bytes:
+        part = (rank, engine.world.size) if divided else (0, 1)
+        try:
+            seen.digests = {} if opened is None else opened.digests(*part)
+        except OSError as error:
+            seen.error = str(error)
+        return msgspec.json.encode(seen)
+
+    said = engine.run(Agreement(f"checkpoint {number}", look))
+    return opened, _agreed([msgspec.json.decode(part, type=_Seen) for part in unpack_parts(said)], divided=divided)
+
+
+def _agreed(views: Sequence[_Seen], *, divided: bool) -> str:
+    """Return the digest that all ranks have found, or an explanation."""
+    if errors := [f"rank {rank}: {view.error}" for rank, view in enumerate(views) if view.error]:
+        return errors[0]
+    if divided:
+        return total({name: digest for view in views for name, digest in view.digests.items()})
+    found = sorted({total(view.digests) for view in views})
+    return found[0] if len(found) == 1 else f"{' and '.join(found)} on different ranks"
+
+
+def _report(engine: Engine, checkpoint: wire.Checkpoint, found: str) -> None:
+    fields = {"path": checkpoint.path, "step": checkpoint.step, "expected": checkpoint.digest, "found": found}
+    logger.error("checkpoint_rejected path=%(path)s step=%(step)d expected=%(expected)s found=%(found)s", fields)
+    if engine.control is not None and engine.world.rank == 0:
+        engine.control.event("checkpoint_rejected", **fields)
 
 
 def rest_of(checkpoint: dict[str, Any]) -> dict[str, Any]:

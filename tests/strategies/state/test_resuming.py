@@ -13,8 +13,13 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from unicron_lightning import wire
-from unicron_lightning.strategies.state.checkpointing import write_checkpoint
-from unicron_lightning.strategies.state.resuming import CheckpointsChanged, _agreed, _Seen, newest
+from unicron_lightning.strategies.state.checkpointing import (
+    CheckpointsChanged,
+    _agreed,
+    _Seen,
+    newest,
+    write_checkpoint,
+)
 from unicron_lightning.worker.checkpoint_files import digest_of, located
 from unicron_lightning.worker.engine import Engine
 
