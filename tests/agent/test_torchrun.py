@@ -13,6 +13,7 @@ from agent.torchrun import Cluster, command_line, workers_of
 
 from unicron_lightning import environ
 from unicron_lightning.agent.workers.forked import PARENT
+from unicron_lightning.checkpoints.records import leave_record, record_path
 from unicron_lightning.local_cluster.processes import kill, lives, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
@@ -166,6 +167,20 @@ def test_agents_death_takes_its_workers(tmp_path: Path) -> None:
         cluster.wait_notes(4, "go", world=4, number=survivors[0]["number"] + 1)
         (tmp_path / "finish").touch()
         assert [cluster.agents["node0"].wait(60), cluster.agents[third].wait(60)] == [0, 0]
+
+
+def test_a_checkpoint_that_a_dead_worker_did_not_report_is_reported(tmp_path: Path) -> None:
+    with Cluster(tmp_path, "toy_worker.py", "1:2") as cluster:
+        cluster.add_node()
+        worker = cluster.wait_notes(1, "go")[0]["pid"]
+        environment = psutil.Process(worker).environ()
+        record = record_path(Path(environment[environ.AGENT_SOCKET]).parent, worker)
+        (tmp_path / "a.ckpt").write_bytes(b"state")
+        leave_record(record, str(tmp_path / "a.ckpt"), 8, "0" * 64, 2)
+        kill(worker)
+        until("the report", lambda: cluster.events("checkpoint_saved"))
+        assert [event["fields"]["step"] for event in cluster.events("checkpoint_saved")] == [8]
+        assert cluster.finish() == [0]
 
 
 def test_a_resize_takes_the_node_whose_worker_restarts_and_its_reason_is_the_order(tmp_path: Path) -> None:

@@ -24,6 +24,10 @@ SEEDS = [
 ]
 """`make cross` runs also those with writers of folders, of which each takes seconds to start."""
 KEPT = {
+    "completed_where_no_founder_is": """{"script": {"strategy": "unicron_fsdp", "shard_size": 2, "workers": 4,
+        "optimizer": "adamw", "samples": 23, "saves": "model", "limit": 4}, "strikes": [{"step": 1,
+        "point": "on_save_checkpoint", "rank": 3}, {"step": 0, "point": "within_backward", "joiner": true,
+        "signal": 0}, {"step": 1, "point": "314", "rank": -1}], "least": 2}""",
     "hooks_before_a_join": """{"script": {"hooks": ["half_rates", "rate_at_start", "scaled_weights", "counting"]},
         "strikes": [{"rank": 0}]}""",
     "second_fit_after_an_unfreeze": """{"script": {"frozen": "first", "fits": 2},
