@@ -25,7 +25,8 @@ SEEDS = [
 """`make cross` runs also those with writers of folders, of which each takes seconds to start."""
 KEPT = {
     "completed_where_no_founder_is": """{"script": {"strategy": "unicron_fsdp", "shard_size": 2, "workers": 4,
-        "optimizer": "adamw", "samples": 23, "saves": "model", "limit": 4}, "strikes": [{"step": 1,
+        "optimizer": "adamw", "samples": 23, "hooks": ["rate_at_start"], "saves": "model", "resumes": true,
+        "limit": 4}, "strikes": [{"step": 1,
         "point": "on_save_checkpoint", "rank": 3}, {"step": 0, "point": "within_backward", "joiner": true,
         "signal": 0}, {"step": 1, "point": "314", "rank": -1}], "least": 2}""",
     "hooks_before_a_join": """{"script": {"hooks": ["half_rates", "rate_at_start", "scaled_weights", "counting"]},
