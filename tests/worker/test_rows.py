@@ -54,6 +54,12 @@ def test_each_row_with_an_unfinished_batch_is_computed_by_one_replica(
     assert plan_rows(range(number), finished, None, replicas, width=width).calls == (), "a spare has none"
 
 
+def test_replicas_beyond_the_declared_ones_have_no_share_of_a_step_that_none_has_begun() -> None:
+    shares = shares_of(range(5), 2)
+    assert [plan_rows(range(5), (), place, 3, shares=shares).rows for place in range(3)] == [[0, 2, 4], [1, 3], []]
+    assert [plan_rows(range(5), {0}, place, 3, shares=shares).rows for place in range(3)] == [[1, 4], [2], [3]]
+
+
 def test_the_share_of_a_missing_replica_is_a_call_of_its_own() -> None:
     shares = shares_of(range(12), 3)
     assert [plan_rows(range(12), (), place, 2, shares=shares).calls for place in range(2)] == [

@@ -63,7 +63,8 @@ def plan_rows(
         calls = [share(lost, place, replicas)]
     else:
         rest = sorted(row for missing in shares[replicas:] for row in missing)
-        calls = [list(shares[place]), share(rest, place, replicas)]
+        own = shares[place] if place < len(shares) else ()  # more replicas than declared may be present
+        calls = [list(own), share(rest, place, replicas)]
     return RowPlan(calls=tuple(tuple(call) for call in calls if call), lost=tuple(lost))
 
 
