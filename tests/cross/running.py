@@ -77,7 +77,8 @@ def run(site: Site, name: str, case: Case) -> Verdict:
         while (not world.has_ended() or not alone.has_ended()) and time.monotonic() - began < SECONDS:
             given += _give_orders(site, world, case, folder)
             time.sleep(0.02)
-        again = _again(site, world, folder)
+        events = [event for event in site.cluster.events() if event["task"] == world.task]
+        again = _again(events, folder)
         codes = {"alone": alone.codes()} if again else {"alone": alone.codes(), "world": world.codes()}
     finally:
         world.stop()
@@ -87,7 +88,7 @@ def run(site: Site, name: str, case: Case) -> Verdict:
     logs = [*(folder / "agents").glob("*.log"), *(folder / "single").glob("*.log")]
     log = "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
     if not faults and not again:
-        faults = _compared(case, folder, died, given, late=log.count(PASSED) + _came_at_the_end(site, world))
+        faults = _compared(case, folder, died, given, late=log.count(PASSED) + _came_at_the_end(events))
     elif any(codes["alone"]):
         faults = ["alone: " + _last_error(folder / "single" / "alone.log"), *faults]
     elif died >= HOLDERS and f"{CheckpointLost.__name__}: " in log:  # the task fails, with a reason
@@ -171,19 +172,18 @@ def _ask(site: Site, path: str, **fields: object) -> None:
 # ---- judgement
 
 
-def _again(site: Site, world: World, folder: Path) -> bool:
+def _again(events: list[dict[str, Any]], folder: Path) -> bool:
     """Whether an agent came when the task was over: it has run the script again, as a task of its own.
 
     That task may wait for a second node until the case's time is over.
     """
     ends = [path.stat().st_mtime for path in folder.glob("result-*.json")]
-    began = [event["at"] for event in site.cluster.events("task_created") if event["task"] == world.task]
+    began = [event["at"] for event in events if event["name"] == "task_created"]
     return max(began) > min(ends, default=math.inf)
 
 
-def _came_at_the_end(site: Site, world: World) -> int:
+def _came_at_the_end(events: list[dict[str, Any]]) -> int:
     """Return the number of agents whose workers were ready so shortly before the end that no epoch had them."""
-    events = [event for event in site.cluster.events() if event["task"] == world.task]
     named = {name: [event for event in events if event["name"] == name] for name in EVENTS}
     settled = {event["fields"]["number"] for event in named["epoch_settled"]}
     members = [each["fields"]["members"] for each in named["epoch_published"] if each["fields"]["number"] in settled]

@@ -39,7 +39,7 @@ from unicron_lightning.agent.workers.kernel_evidence import Deaths
 from unicron_lightning.agent.workers.local_socket import LocalHooks, LocalServer
 from unicron_lightning.agent.workers.memory import AgentMemory
 from unicron_lightning.agent.workers.process_end import LastOutput, folder_of_logs
-from unicron_lightning.agent.workers.roster import Fencing, Roster
+from unicron_lightning.agent.workers.roster import Fencing, LocalWorker, Roster
 from unicron_lightning.agent.workers.slot_lock import SlotGate, SlotLock
 from unicron_lightning.agent.workers.supervisor import Exit, Supervisor, WatchedProcess
 from unicron_lightning.checkpoints.records import record_of
@@ -79,8 +79,6 @@ class AgentThread:
         self._shared = SharedView()
         self._roster = Roster()
         self._deaths = Deaths()
-        self._saved: dict[str, tuple[str, str]] = {}
-        """Path and digest of the last checkpoint that each worker has reported."""
         self._output = LastOutput(folder_of_logs())
         self._health = HealthWatch(self._told_reading)
         self._reading: wire.NodeReading | None = None
@@ -448,8 +446,6 @@ class AgentThread:
         self._inspector.heard(worker)
         if isinstance(message, wire.ErrorReport | wire.Training):
             self._fencing.heard(worker)
-        if isinstance(message, wire.CheckpointSaved):
-            self._saved[worker] = message.path, message.digest
         if isinstance(message, wire.Imported):
             known = self._shared.now.set_by_script or frozenset()
             self._shared.update(set_by_script=known.union(message.changed))
@@ -484,19 +480,25 @@ class AgentThread:
         logger.info("worker_ended worker=%s cause=%s code=%d", worker, how.cause, how.code)
         self._failed = self._failed or early or not (how.is_clean or self._leaving)
         output = self._output.lines(known.local_rank) if known.hello is None and not how.is_clean else ()
-        if known.hello is not None and not how.is_clean:
-            self._report_checkpoint(worker, known.hello.pid)
+        if not how.is_clean:
+            self._report_checkpoint(known)
         self._send(self._deaths.tell(worker, how, output))
         if not how.is_clean:
             self._give_up_siblings()
 
-    def _report_checkpoint(self, worker: str, pid: int) -> None:
-        """Report a checkpoint that a worker has completed, but has died before it could report it itself."""
-        left, reported = record_of(self._scratch.path, pid), self._saved.pop(worker, None)
+    def _report_checkpoint(self, known: LocalWorker) -> None:
+        """Report a checkpoint that a dead worker has completed, but has not reported itself."""
+        left = record_of(self._scratch.path, known.hello.pid) if known.hello is not None else None
+        reported = (known.saved.path, known.saved.digest) if known.saved is not None else None
         if left is not None and (left.path, left.digest) != reported:
             self._send(
                 wire.CheckpointSaved(
-                    worker=worker, path=left.path, step=left.step, digest=left.digest, bytes=left.bytes, fit=left.fit
+                    worker=known.worker,
+                    path=left.path,
+                    step=left.step,
+                    digest=left.digest,
+                    bytes=left.bytes,
+                    fit=left.fit,
                 )
             )
 
@@ -506,9 +508,10 @@ class AgentThread:
         if known is None:
             return
         logger.warning("worker_given_up worker=%s cause=%s", worker, cause)
+        self._supervisor.kill(worker)
+        self._report_checkpoint(known)
         if not known.done:
             self._send(wire.WorkerDied(worker=worker, cause=cause, code=signal.SIGKILL, at=time.time()))
-        self._supervisor.kill(worker)
         if cause == "silent":
             self._give_up_siblings()
 

@@ -26,6 +26,8 @@ class LocalWorker:
     hello: wire.WorkerHello | None = None
     ready: wire.WorkerReady | None = None
     replicas: wire.Replicas | None = None
+    saved: wire.CheckpointSaved | None = None
+    """The last checkpoint that it has reported."""
     member: bool = False
     """Whether it has reported for an epoch."""
     done: bool = False
@@ -101,6 +103,8 @@ class Roster:
                 known = replace(known, ready=message, member=known.member or message.epoch > 0)
             case wire.Replicas():
                 known = replace(known, replicas=message)
+            case wire.CheckpointSaved():
+                known = replace(known, saved=message)
             case wire.WorkerDone():
                 known = replace(known, done=True)
             case wire.Training():

@@ -106,11 +106,8 @@ class Supervisor:
         A worker that a wrapper has started (`--no-python run.sh`, a profiler) is not watched, but its wrapper, whose
         child it is: only the status of a child can be read.
         """
-        known = next((process for process in self._live.values() if process.pid == pid), None)
-        if known is not None:
-            known.threads.watch()
-        elif _is_child(pid):
-            self._examine(pid)
+        if _is_child(pid):
+            self._look_at(pid)
 
     def find(self, worker: str) -> WatchedProcess | None:
         """Return the process of a live worker."""
@@ -158,11 +155,18 @@ class Supervisor:
         for pid in (pid for pid in _children() if pid not in PREPARED):
             if not self._missing:
                 return
-            self.look_at(pid)
+            self._look_at(pid)
         if self._missing:
             self._searches += 1
             delay = SEARCH_SECONDS if self._searches < _SEARCHES_BEFORE_SLOW else SLOW_SEARCH_SECONDS
             self._search = asyncio.get_running_loop().call_later(delay, self._find)
+
+    def _look_at(self, pid: int) -> None:
+        known = next((process for process in self._live.values() if process.pid == pid), None)
+        if known is not None:
+            known.threads.watch()
+        else:
+            self._examine(pid)
 
     def _examine(self, pid: int) -> None:
         """Start watching ``pid`` if it is a missing worker. Between fork and exec it cannot be identified yet."""
