@@ -54,7 +54,7 @@ class Training:
         self.optimizer.zero_grad()
         get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=self._batches(range(first, first + share)),
+            data_iterator=self.batches(range(first, first + share)),
             model=[self.ddp],
             num_microbatches=share,
             seq_length=self.toy.length,
@@ -62,7 +62,8 @@ class Training:
             forward_only=False,
         )
 
-    def _batches(self, numbers: range) -> Iterator[dict[str, torch.Tensor]]:
+    def batches(self, numbers: range) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield micro-batches by number."""
         for number in numbers:
             samples = range(number * MICRO_BATCH, (number + 1) * MICRO_BATCH)
             yield default_collate([self.data[sample % len(self.data)] for sample in samples])

@@ -79,6 +79,11 @@ def test_joiners_without_state_get_their_shards(worlds: Worlds, tmp_path: Path) 
     assert results[0]["exact"]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_graph_of_an_interrupted_step_leaves_no_hooks(worlds: Worlds, tmp_path: Path, overlap: bool) -> None:
+    assert worlds.run("zero1:laid_out", 1, tmp_path, overlap_grad_reduce=overlap) == [True]
+
+
 def test_stages_agree_on_a_version_that_both_have(worlds: Worlds, tmp_path: Path) -> None:
     results = worlds.run("zero1:staged", 4, tmp_path)
     for result in (results[0], results[2]):

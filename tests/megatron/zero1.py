@@ -209,6 +209,24 @@ def grown(rank: int, world: int, folder: Path, *, founders: int) -> dict[str, An
     return {"versions": found, "exact": exact, "norms": norms}
 
 
+def laid_out(rank: int, world: int, folder: Path, **ddp_options: Any) -> bool:
+    """Scenario: the layout changes while the graph of an interrupted step is alive; whether gradients are as before."""
+    shim.install()
+    plain.start(rank, world, folder)
+    training = plain.build(toy.Toy(), zero1=True, **ddp_options)
+    optimizer = ShardedOptimizer([training.ddp], training.optimizer)
+    gradients = []
+    interrupted = toy.forward(training.ddp, next(training.batches(range(1))))
+    for _ in range(3):
+        training.accumulate(0, MICRO_BATCHES)
+        plain.finalize_model_grads([training.ddp])
+        gradients.append([parameter.main_grad.clone() for parameter in training.ddp.module.parameters()])
+        optimizer.lay_out(optimizer.groups)
+    del interrupted
+    dist.destroy_process_group()
+    return all(torch.equal(one, other) for each in gradients[1:] for one, other in zip(gradients[0], each, strict=True))
+
+
 def staged(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Scenario: two stages on two replicas; one replica dies, and its last copies have arrived in one stage only."""
     me = Rank(rank, world, folder, [], pp=2)

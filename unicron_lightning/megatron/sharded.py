@@ -282,7 +282,9 @@ def _take_apart(chunk: Any) -> None:
     """Free a chunk's buffers and hooks, and give its parameters storage of their own."""
     if chunk.use_forward_hook:
         chunk.disable_forward_pre_hook(param_sync=False)
-    # Hooks of the last layout live as long as their graph nodes, and look parameters up here.
+    # The graph of an interrupted step may keep these nodes alive: the next layout's hooks would stand beside theirs.
+    for node in chunk.grad_accs:
+        node.register_hook(lambda *_: None).hooks_dict_ref().clear()
     chunk.param_to_bucket_group.clear()
     chunk.grad_accs.clear()
     for part in (*chunk.buffers, *_buckets(chunk)):
