@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from unicron_lightning.checkpoints.staging import HeldCheckpoint
+from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.data.combined_pass import CombinedPass
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape

@@ -31,7 +31,6 @@
     │   internal to the step protocol, never seen by users:
     ├── EpochMissed (wire.epoch_changes)    an epoch's difference does not fit the epoch that the agent has
     ├── CommunicatorAborted (worker.communicator)
-    │   └── UnprovenObject (megatron.object_codes)  an object of a rank does not carry the epoch's code
     └── EpochChanged (worker.engine)
 
 Errors with a module name are defined in the only module that raises them.

@@ -5,36 +5,35 @@ Any strategy and any S can load the file; the folder is read by any S, and by Li
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from unicron_lightning.checkpoints.index import read_rest
 from unicron_lightning.checkpoints.names import is_folder
-from unicron_lightning.checkpoints.staging import HeldCheckpoint
-from unicron_lightning.checkpoints.storage import FolderStorage
+from unicron_lightning.checkpoints.pieces import HeldCheckpoint
+from unicron_lightning.checkpoints.saving import WriteOnce
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp import folder
+from unicron_lightning.fsdp.folder import load_optimizer, load_parameters, whole_optimizer, whole_parameters
 from unicron_lightning.fsdp.mesh import reshard
-from unicron_lightning.fsdp.whole import load_optimizer, load_parameters, whole_optimizer, whole_parameters
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
-from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints, rest_of, write_checkpoint
+from unicron_lightning.strategies.state.checkpointing import (
+    SingleFileCheckpoints,
+    left_out,
+    rest_of,
+    save_folder,
+    write_checkpoint,
+)
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.checkpoint_files import located, total
-from unicron_lightning.worker.communication.communicator import gather_bytes
+from unicron_lightning.worker.checkpoint_files import located
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.operations import Indivisible
-from unicron_lightning.worker.report_sum import Report, ReportSum
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
-
-logger = logging.getLogger(__name__)
 
 
 class ShardedCheckpoints(SingleFileCheckpoints):
@@ -86,67 +85,28 @@ class ShardedCheckpoints(SingleFileCheckpoints):
         Raises:
             ConfigError: a folder is to be written to a URL, or with options.
         """
-        strategy, path = self._parallel.strategy, located(filepath)
-        if strategy.collectives.interrupted():
-            logger.warning("checkpoint_left_out path=%s reason=interrupted, and it needs all workers", path)
+        strategy, model, path = self._parallel.strategy, self._parallel.member.model, located(filepath)
+        if left_out(strategy, path):
             return None
-        if not self._folders:
-            return self._run(checkpoint, path, *self._file(checkpoint, path, options))
-        if options is not None or "://" in path:
-            raise ConfigError(
-                f"checkpoint {path!r} with storage_options={options!r}: save_distributed_checkpoint=True writes "
-                "folders of a file system that all workers see; expected a local path, and no options"
-            )
-        return self._run(checkpoint, path, *self._folder(checkpoint, Path(path)))
-
-    def _run(
-        self,
-        checkpoint: dict[str, Any],
-        path: str,
-        collect: Callable[[], list[bytes]],
-        write: Callable[[Sequence[bytes]], str],
-    ) -> str:
-        strategy = self._parallel.strategy
-
-        def write_and_record(shards: Sequence[bytes]) -> str:
-            digest = write(shards)
-            strategy.reported.leave_record(strategy.session, checkpoint, path, digest)
-            return digest
-
-        return strategy.engine.run(ReplicaCheckpoint(self._parallel.member.fabric, collect, write_and_record)).decode()
-
-    def _file(self, checkpoint: dict[str, Any], path: str, options: Any) -> Any:
-        """How a file is written: see `ReplicaCheckpoint`."""
-        strategy, model = self._parallel.strategy, self._parallel.member.model
+        if self._folders:
+            if options is not None or "://" in path:
+                raise ConfigError(
+                    f"checkpoint {path!r} with storage_options={options!r}: save_distributed_checkpoint=True writes "
+                    "folders of a file system that all workers see; expected a local path, and no options"
+                )
+            return save_folder(strategy, checkpoint, path, self.held_parts, lambda: self.held(checkpoint))
 
         def write(shards: Sequence[bytes]) -> str:
             states = [codec.decode(shard) for shard in shards]
             checkpoint["state_dict"] = whole_parameters(strategy.module, [state["tensors"] for state in states])
             if "optimizer_states" in checkpoint:
                 checkpoint["optimizer_states"] = [whole_optimizer([state["optimizer"] for state in states])]
-            return write_checkpoint(strategy.checkpoint_io, checkpoint, path, options)
+            digest = write_checkpoint(strategy.checkpoint_io, checkpoint, path, options)
+            strategy.reported.leave_record(strategy.session, checkpoint, path, digest)
+            return digest
 
-        return (lambda: model.group.collect(model.state())), write
-
-    def _folder(self, checkpoint: dict[str, Any], path: Path) -> Any:
-        """How a folder is written."""
-        strategy, group = self._parallel.strategy, self._parallel.member.model.group
-
-        def unfinished() -> FolderStorage:  # no other attempt writes there, not even one of workers that were cut off
-            return FolderStorage(path, str(strategy.engine.world.epoch))
-
-        def collect() -> list[bytes]:
-            held, storage = self.held(checkpoint), unfinished()
-            if group.rank() == 0:
-                storage.abandon()
-                storage.begin()
-            group.sum(torch.zeros(1))  # the folder exists
-            return group.collect(folder.write_part(storage, held, group.rank()))
-
-        def write(parts: Sequence[bytes]) -> str:
-            return total(folder.finish_folder(unfinished(), parts, self.held(checkpoint)))
-
-        return collect, write
+        operation = ReplicaCheckpoint(self._parallel.member.fabric, lambda: model.group.collect(model.state()), write)
+        return strategy.engine.run(operation).decode()
 
     def held_parts(self) -> Sequence[str]:
         """Return this worker's shard, if it is part of a replica."""
@@ -203,8 +163,8 @@ class ShardedCheckpoints(SingleFileCheckpoints):
             load_optimizer(optimizer, state, whole=True)
 
 
-class ReplicaCheckpoint(Indivisible):
-    """The operation that writes a checkpoint. Its result is the digest.
+class ReplicaCheckpoint(WriteOnce):
+    """The operation that writes a checkpoint as a file.
 
     Args:
         fabric: provides this worker's place.
@@ -212,36 +172,25 @@ class ReplicaCheckpoint(Indivisible):
         write: writes the shards; returns the digest.
     """
 
-    name = "save_checkpoint"
-
     def __init__(
         self,
         fabric: ReplicaFabric[Any],
         collect: Callable[[], list[bytes]],
         write: Callable[[Sequence[bytes]], str],
     ) -> None:
+        super().__init__()
         self._fabric = fabric
         self._collect = collect
         self._write = write
-        self._digest: str | None = None
-
-    def plan(self, reports: ReportSum, rank: int) -> None:
-        """Repeat everything unless a present worker has written the file."""
-        digests = (report["digest"] for report in reports.members if report is not None)
-        self._digest = next((digest for digest in digests if digest is not None), None)
 
     def attempt(self, engine: Engine) -> bytes:
         place = self._fabric.place
         assert place is not None
         writer = place.layout.replicas[0].members[0]
         engine.fault("collect", engine.step)
-        if self._digest is None and place.replica == 0:
+        if self.digest is None and place.replica == 0:
             shards = run_released(self._collect)
             if place.rank == writer:
                 engine.fault("checkpoint", engine.step)
-                self._digest = self._write(shards)
-        known = b"" if self._digest is None else self._digest.encode()
-        return gather_bytes(engine.communicator, known, engine.tag(self.name))[writer]
-
-    def report(self) -> Report:
-        return {"digest": self._digest}
+                self.digest = self._write(shards)
+        return self.gather(engine, b"" if self.digest is None else self.digest.encode())[writer]

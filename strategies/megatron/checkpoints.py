@@ -1,113 +1,70 @@
-"""Checkpoints of the Megatron strategy: operations of all members, so that they survive failures."""
+"""State of a Megatron model beyond its workers: checkpoints on disk, and states in the memory of the task's agents.
+
+Checkpoints are operations of all members, so that they survive failures.
+
+In memory are the parts of each shard of TP x PP. Without the distributed optimizer the workers of a shard have equal
+states, and each stages a share. With it each one stages its own part of the optimizer's state. In a new life every
+worker gets all parts of its shard, takes from them what belongs to it in the present number of replicas, and loads it
+after the task has begun as usual.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from torch import Tensor
+from typing_extensions import override
 
-from unicron_lightning.checkpoints.staging import HeldCheckpoint
-from unicron_lightning.megatron import checkpoint
+from unicron_lightning.checkpoints.pieces import HeldCheckpoint
+from unicron_lightning.megatron.checkpoint import held_checkpoint, load_folder, rest
 from unicron_lightning.megatron.grid import Shape
-from unicron_lightning.megatron.held import held_checkpoint
 from unicron_lightning.megatron.model import ShardModel
-from unicron_lightning.megatron.object_codes import authenticated
 from unicron_lightning.replica.fabric import run_released
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.mirror import Stored
 from unicron_lightning.strategies.parallelism import CheckpointStore
-from unicron_lightning.worker.checkpoint_files import located, total
+from unicron_lightning.strategies.state.checkpointing import left_out, save_folder
+from unicron_lightning.strategies.state.replica_memory import ReplicaDivision
+from unicron_lightning.worker.checkpoint_files import located
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
+from unicron_lightning.worker.state_parts import DividedState, OwnState, joined
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.megatron.parallel import MegatronParallel
 
-logger = logging.getLogger(__name__)
 
-
-class _OfAll(Indivisible):
-    """What all workers do together with a checkpoint; repeated as a whole if one dies meanwhile.
-
-    The result is the digest of all files written.
+class LoadShard(Indivisible):
+    """Loads the state of all active workers' shards; spares receive theirs from other workers later.
 
     Args:
-        member: this worker's connections and shard; spares do not take part.
-        path: the checkpoint's folder.
-    """
-
-    name = ""
-
-    def __init__(self, member: ReplicaMember[Shape, ShardModel], path: str) -> None:
-        self._member = member
-        self._fabric = member.fabric
-        self._model = member.model
-        self._path = path
-
-    def attempt(self, engine: Engine) -> bytes:
-        digests = {} if self._fabric.channels is None else self._act(engine)
-        for part in gather_bytes(engine.communicator, msgspec.json.encode(digests), engine.tag(self.name)):
-            digests.update(msgspec.json.decode(part, type=dict[str, str]))
-        return total(digests).encode()
-
-    def _act(self, engine: Engine) -> dict[str, str]:
-        """Do this worker's part; return the digests of the files that it has written, by name."""
-        raise NotImplementedError
-
-
-class SaveCheckpoint(_OfAll):
-    """Writes the parts of all active workers.
-
-    Args:
-        member, path: as for `_OfAll`.
-        rest: Lightning's part.
-    """
-
-    name = "save_checkpoint"
-
-    def __init__(self, member: ReplicaMember[Shape, ShardModel], path: str, rest: dict[str, Any]) -> None:
-        super().__init__(member, path)
-        self._rest = rest
-
-    def _act(self, engine: Engine) -> dict[str, str]:
-        engine.fault("checkpoint", engine.step)
-        chunks, optimizer = [self._model.ddp], self._model.optimizer
-        with self._member.connected(), authenticated(self._fabric.epoch_key):
-            digests: dict[str, str] = run_released(lambda: checkpoint.save(self._path, chunks, optimizer, self._rest))
-        return digests
-
-
-class LoadCheckpoint(_OfAll):
-    """Reads the parts of all active workers, whatever layout wrote them; spares receive theirs from workers later.
-
-    Args:
-        member, path: as for `_OfAll`.
+        name: of the operation.
+        member: this worker's connections and shard.
+        load: loads the state, with the other workers.
         step: optimizer steps done in it.
     """
 
-    name = "load_checkpoint"
-
-    def __init__(self, member: ReplicaMember[Shape, ShardModel], path: str, step: int) -> None:
-        super().__init__(member, path)
+    def __init__(
+        self, name: str, member: ReplicaMember[Shape, ShardModel], load: Callable[[], None], step: int
+    ) -> None:
+        self.name = name
+        self._fabric = member.fabric
+        self._load = load
         self._step = step
 
-    def _act(self, engine: Engine) -> dict[str, str]:
-        with authenticated(self._fabric.epoch_key):
-            run_released(lambda: checkpoint.load(self._path, [self._model.ddp], self._model.optimizer))
-        if self._model.keeper is not None:
-            self._model.keeper.replace(self._step)
-        return {}
-
     def attempt(self, engine: Engine) -> bytes:
-        result = super().attempt(engine)
+        engine.fault(self.name, engine.step)
+        if self._fabric.channels is not None:
+            run_released(self._load)
+        gather_bytes(engine.communicator, b"", engine.tag(self.name))
         if self._fabric.channels is not None:
             self._fabric.at = self._step
-        return result
+        return b""
 
 
 class GridCheckpoints(CheckpointStore):
@@ -131,14 +88,28 @@ class GridCheckpoints(CheckpointStore):
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, options: Any) -> str | None:
         """Write a folder in Megatron's format, with all workers (`unicron_lightning.megatron.checkpoint`)."""
-        path = located(filepath)
-        if self._grid.strategy.collectives.interrupted():
-            logger.warning("checkpoint_left_out path=%s reason=interrupted, and it needs all workers", path)
+        strategy, path = self._grid.strategy, located(filepath)
+        if left_out(strategy, path):
             return None
-        member = self._grid.member
-        digest = self._grid.strategy.engine.run(SaveCheckpoint(member, path, checkpoint))
+        digest = save_folder(strategy, checkpoint, path, self._present_parts, partial(self._present, checkpoint))
         self.written(int(checkpoint["global_step"]))
-        return digest.decode()
+        return digest
+
+    def _present_parts(self) -> list[str]:
+        """Name this worker's shard and, with the distributed optimizer, its range of the state."""
+        shard, place = self._shard(), self._grid.member.fabric.place
+        if self._grid.member.model.keeper is None or not shard:
+            return shard
+        assert place is not None
+        return [f"{shard[0]} optimizer {place.replica}/{len(place.layout.replicas)}", *shard]
+
+    def _present(self, checkpoint: dict[str, Any]) -> HeldCheckpoint:
+        """Return a checkpoint as this worker holds it, also after the end of the run."""
+        model = self._grid.member.model
+        *ranges, shard = self._present_parts()
+        with self._grid.member.connected():
+            copies = None if model.keeper is None else dict.fromkeys(ranges, model.keeper.present())
+            return held_checkpoint(model.ddp, model.optimizer, checkpoint, shard, copies)
 
     def held_parts(self) -> Sequence[str]:
         """Name this worker's shard and, with the distributed optimizer, its ranges of the state and copies of others'.
@@ -181,13 +152,83 @@ class GridCheckpoints(CheckpointStore):
     def load(self, path: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Load Lightning's part; `load_model` reads the model's once it exists."""
         folder = str(Path(str(path)).absolute())
-        rest = checkpoint.rest(folder)
+        found = rest(folder)
         self._resumes = folder
-        return rest
+        return found
 
     def load_model(self, checkpoint: Any, load: Callable[[], None]) -> None:
         """Load model and optimizer of the path given to `load`, if any; joiners call this, too."""
         path, self._resumes = self._resumes, None
-        if path is not None:
-            member = self._grid.member
-            self._grid.strategy.engine.run(LoadCheckpoint(member, path, int(checkpoint["global_step"])))
+        if path is None:
+            return
+        member, model, step = self._grid.member, self._grid.member.model, int(checkpoint["global_step"])
+
+        def read() -> None:
+            load_folder(path, model.ddp, model.optimizer)
+            if model.keeper is not None:
+                model.keeper.replace(step)
+
+        self._grid.strategy.engine.run(LoadShard("load_checkpoint", member, read, step))
+
+
+class GridDivision(ReplicaDivision):
+    """Divides the state of a Megatron model.
+
+    Args:
+        grid: the parallelism that it belongs to.
+    """
+
+    def __init__(self, grid: MegatronParallel) -> None:
+        super().__init__(grid.strategy, lambda: grid.member)
+        self._grid = grid
+        self._restored: LoadShard | None = None
+
+    @property
+    def _model(self) -> ShardModel:
+        return self._grid.member.model
+
+    @property
+    def equal(self) -> bool:  # type: ignore[override]
+        """Whether the workers of a shard have equal states."""
+        return self._model.keeper is None
+
+    @override
+    def divide(self, state: Callable[[], dict[str, Any]]) -> DividedState:
+        speaks = self.shard == 0 and (self.equal or self.place.replica == 0)
+        own = {"shard": self._model.plain_state(self.shard), "loops": state() if speaks else None}
+        return replace((DividedState if self.equal else OwnState).of(own), layout=self._layout())
+
+    @override
+    def joined(self, parts: Sequence[bytes]) -> dict[str, Any]:
+        if self.equal:
+            return {**joined(parts), "others": []}
+        states = [joined([part]) for part in parts]
+        loops = next((each["loops"] for each in states if each["loops"] is not None), None)
+        return {"shard": states[0]["shard"], "others": [each["shard"] for each in states[1:]], "loops": loops}
+
+    @override
+    def check(self, state: Mapping[str, Any]) -> None:
+        super().check(state)
+        keeper, shards = self._model.keeper, [state["shard"], *state["others"]]
+        if not self._model.fits(state["shard"]):
+            raise LookupError("the tensors have other shapes than those of this worker")
+        if keeper is not None and not keeper.complete([each["optimizer"] for each in shards]):
+            raise LookupError("parts of the optimizer's state are missing")
+
+    @override
+    def load(self, state: dict[str, Any], step: int) -> None:
+        """Keep the state for `settle`: Megatron builds the optimizer's main parameters at the start of the task."""
+        load = partial(self._model.load_plain, state["shard"], state["others"], step)
+        self._restored = LoadShard("memory_restore", self._grid.member, load, step)
+
+    def settle(self) -> None:
+        """Load what was restored, together with all other members, once the task has begun."""
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            self.strategy.engine.run(restored)
+
+    @override
+    def describe(self) -> list[Any]:
+        config, shape = self._model.config, self._grid.shape
+        sizes = [getattr(config, name, None) for name in ("num_layers", "hidden_size", "ffn_hidden_size")]
+        return [shape.tensor, shape.pipeline, self._model.keeper is not None, str(config.params_dtype), *sizes]

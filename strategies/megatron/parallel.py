@@ -27,9 +27,8 @@ from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.megatron.batches import StageSteps
 from unicron_lightning.strategies.megatron.building import build_shard
-from unicron_lightning.strategies.megatron.checkpoints import GridCheckpoints
+from unicron_lightning.strategies.megatron.checkpoints import GridCheckpoints, GridDivision
 from unicron_lightning.strategies.megatron.checks import check_megatron_trainer
-from unicron_lightning.strategies.megatron.memory import GridDivision
 from unicron_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_scheduler, split_configuration
 from unicron_lightning.strategies.megatron.validation import StageEvaluation
 from unicron_lightning.strategies.parallelism import Parallelism

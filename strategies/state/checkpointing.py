@@ -18,8 +18,9 @@ from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
 
 from unicron_lightning import wire
 from unicron_lightning.checkpoints.names import MODEL, OPTIMIZER, by_name, is_folder
+from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.checkpoints.records import leave_record
-from unicron_lightning.checkpoints.staging import HeldCheckpoint
+from unicron_lightning.checkpoints.saving import SaveFolder
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.parallelism import CheckpointStore
@@ -89,6 +90,37 @@ class SingleFileCheckpoints(CheckpointStore):
         if not {join_state.BESIDE, join_state.WHOLE} & checkpoint.keys():
             count_steps(checkpoint, self._strategy.shape)
         return checkpoint
+
+
+def save_folder(
+    strategy: FaultTolerantStrategy,
+    checkpoint: dict[str, Any],
+    path: str,
+    names: Callable[[], Sequence[str]],
+    held: Callable[[], HeldCheckpoint],
+) -> str:
+    """Write a checkpoint as a folder, by all workers that hold parts of it; return its digest.
+
+    Args:
+        strategy: provides engine and reports.
+        checkpoint: Lightning's.
+        path: of the folder.
+        names: see `SaveFolder`.
+        held: see `SaveFolder`.
+    """
+
+    def done(digest: str) -> None:
+        strategy.reported.leave_record(strategy.session, checkpoint, path, digest)
+
+    return strategy.engine.run(SaveFolder(path, names, held, done)).decode()
+
+
+def left_out(strategy: FaultTolerantStrategy, path: str) -> bool:
+    """Whether a checkpoint that all workers write together is left out, as an exception has interrupted the run."""
+    interrupted = strategy.collectives.interrupted()
+    if interrupted:
+        logger.warning("checkpoint_left_out path=%s reason=interrupted, and it needs all workers", path)
+    return interrupted
 
 
 class CheckpointsChanged(ConfigError):

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from unicron_lightning.checkpoints.client import IN_FLIGHT, WriterProcess
-from unicron_lightning.checkpoints.division import part_writers
 from unicron_lightning.checkpoints.messages import HOLDERS_LOST, WriteVersion
-from unicron_lightning.checkpoints.staging import HeldCheckpoint, saved_bytes, stage
+from unicron_lightning.checkpoints.pieces import HeldCheckpoint, part_writers, saved_bytes, stage
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.worker.checkpoint_files import located
 from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory

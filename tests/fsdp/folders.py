@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,18 +20,19 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from unicron_lightning.checkpoints.storage import FolderStorage
+from unicron_lightning.checkpoints.pieces import HeldCheckpoint
+from unicron_lightning.checkpoints.saving import SaveFolder
 from unicron_lightning.fsdp import folder
-from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, shard_mesh, with_local_shard
-from unicron_lightning.fsdp.model import FsdpShard
-from unicron_lightning.fsdp.whole import (
+from unicron_lightning.fsdp.folder import (
     load_optimizer,
     load_parameters,
     shard_of,
     whole_optimizer,
     whole_parameters,
 )
-from unicron_lightning.worker.checkpoint_files import digest_of, total
+from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, shard_mesh, with_local_shard
+from unicron_lightning.fsdp.model import FsdpShard
+from unicron_lightning.worker.checkpoint_files import digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,12 +97,38 @@ def fresh(mesh: DeviceMesh) -> tuple[Net, torch.optim.AdamW]:
     return net, torch.optim.AdamW([{"params": group} for group in groups_of(net)], lr=9.0)
 
 
+class Saving(SaveFolder):
+    """Writes a folder with the ranks of torch's default group, or alone.
+
+    Args:
+        path: of the folder.
+        shard: held by this rank; None: it is a spare.
+        held: by this rank.
+    """
+
+    def __init__(self, path: Path, shard: int | None, held: HeldCheckpoint | None) -> None:
+        self.done: list[str] = []
+        names = [] if shard is None else [str(shard)]
+        super().__init__(str(path), lambda: names, lambda: cast("HeldCheckpoint", held), self.done.append)
+
+    def gather(self, engine: Any, data: bytes, about: str = "") -> list[bytes]:
+        if not dist.is_initialized():
+            return [data]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, data)
+        return found
+
+    def run(self, rank: int) -> str:
+        world = SimpleNamespace(rank=rank, epoch=1)
+        engine: Any = SimpleNamespace(world=world, position=1, step=0, fault=lambda *_: None)
+        return self.attempt(engine).decode()
+
+
 def alone(path: Path, net: nn.Module | None = None) -> None:
     """Write a folder as the only shard."""
     net = net or sharded(mesh_of(0, 1))
-    storage, held = FolderStorage(path, "1"), folder.held_part(net, whole_run(net), 0, REST)
-    storage.begin()
-    folder.finish_folder(storage, [folder.write_part(storage, held, 0)], held)
+    saving = Saving(path, 0, folder.held_part(net, whole_run(net), 0, REST))
+    assert saving.done == [saving.run(0)]
 
 
 def check_shard(net: nn.Module, optimizer: torch.optim.Optimizer, *, plain: bool = False) -> None:
@@ -132,23 +160,13 @@ def exchange(rank: int, world: int, root: Path) -> Any:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     meshes = {size: mesh_of(rank, size) for size in SIZES if rank < size}
     for size in SIZES:
-        storage = FolderStorage(root / f"by{size}", "1")
-        if rank == 0:
-            storage.begin()
-        dist.barrier()
-        part = b""
+        held, path = None, root / f"by{size}"
         if rank < size:
             net = sharded(meshes[size])
             held = folder.held_part(net, whole_run(net), rank, REST)
-            part = folder.write_part(storage, held, rank)
-        parts: list[Any] = [None] * world
-        dist.all_gather_object(parts, part)
-        if rank == 0:
-            digests, path = folder.finish_folder(storage, parts[:size], held), root / f"by{size}"
-            assert total(digests) == digest_of(str(path))
-            assert set(digests) == {file.name for file in path.iterdir()}
-            assert len(list(path.glob("*.distcp"))) == size
-        dist.barrier()
+        digest = Saving(path, rank if rank < size else None, held).run(rank)
+        assert digest == digest_of(str(path))
+        assert len(list(path.glob("__*.distcp"))) == size
     plain, trained = fresh(init_device_mesh("cpu", (world,)))
     state = {"state_dict": get_model_state_dict(plain), "optimizer_0": get_optimizer_state_dict(plain, trained)}
     partly = DefaultLoadPlanner(allow_partial_load=True)  # torch makes a state for parameters that are not used, too

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from unicron_lightning.fsdp.folder import whole_parameters
 from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard
-from unicron_lightning.fsdp.whole import whole_parameters
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.start import send_shard
 from unicron_lightning.strategies.fsdp.wrapping import PolicyPrecision, Sharding, shard_module

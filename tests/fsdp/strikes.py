@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from unicron_lightning.fsdp import folder
+from unicron_lightning.checkpoints import saving
 from unicron_lightning.fsdp.gradients import ShardedGradients
 from unicron_lightning.fsdp.mesh import ShardGroup
 from unicron_lightning.fsdp.model import FsdpShard
@@ -100,7 +100,7 @@ class Faults:
         _before(ShardedGradients, "_sum", lambda: self.point("reduction"))
         _before(FsdpShard, "finalize", lambda: self.point("norm"))
         _before(FsdpShard, "state", lambda: self.point("transfer"))
-        _after(folder, "write_part", lambda: self.point("part"))
+        _after(saving, "write_part", lambda: self.point("part"))
         _before(FsdpShard, "load_state", lambda: self.point("transfer"))
         for name in (*COLLECTIVES, *REDUCE_SCATTERS, *COALESCED_REDUCE_SCATTERS):
             if "reduce_scatter" in name and hasattr(ShardGroup, name):

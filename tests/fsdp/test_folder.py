@@ -21,6 +21,7 @@ from unicron_lightning.checkpoints.names import is_folder
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp import folder
 from unicron_lightning.fsdp.export import export_checkpoint
+from unicron_lightning.worker.checkpoint_files import REST as REST_FILE
 
 if TYPE_CHECKING:
     from worlds.client import Worlds
@@ -133,13 +134,13 @@ def test_nothing_in_a_changed_checkpoint_is_run(tmp_path: Path) -> None:
     path, trap = tmp_path / "checkpoint", Trap(tmp_path / "run")
     alone(path)
     net, _ = fresh(mesh_of(0, 1))
-    rest, index = (path / folder.REST).read_bytes(), (path / ".metadata").read_bytes()
-    torch.save(trap, path / folder.REST)
+    rest, index = (path / REST_FILE).read_bytes(), (path / ".metadata").read_bytes()
+    torch.save(trap, path / REST_FILE)
     with pytest.raises(ConfigError, match=r"meta\.pt' cannot be read as plain data"):
         export_checkpoint(path, tmp_path / "x.ckpt")
     with pytest.raises(pickle.UnpicklingError):
         read_rest(path)
-    (path / folder.REST).write_bytes(rest)
+    (path / REST_FILE).write_bytes(rest)
     (path / ".metadata").write_bytes(pickle.dumps(trap))
     for read in (
         lambda: folder.load_module(path, net),

@@ -21,7 +21,6 @@ MODULES = (
             "replica.mirror",
             "megatron.sharded",
             "megatron.checkpoint",
-            "megatron.object_codes",
         )
     ),
 )

@@ -6,18 +6,17 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import plain
+import theirs
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from unicron_lightning.checkpoints.division import part_writers
 from unicron_lightning.checkpoints.messages import VersionWritten, WriteVersion
-from unicron_lightning.checkpoints.staging import saved_bytes, stage
+from unicron_lightning.checkpoints.pieces import part_writers, saved_bytes, stage
 from unicron_lightning.checkpoints.storage import storage_of
 from unicron_lightning.checkpoints.version import WritingVersion
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron import checkpoint, shim, toy
-from unicron_lightning.megatron.held import held_checkpoint
 from unicron_lightning.megatron.sharded import ShardedOptimizer
 from unicron_lightning.replica.mirror import ROWS, Stored
 from unicron_lightning.replica.shards import Holding
@@ -42,12 +41,11 @@ def _training(
 def save(
     rank: int, world: int, folder: Path, *, path: str, tp: int, pp: int, zero1: bool, bf16: bool = False
 ) -> list[float]:
-    """Train two steps, write a checkpoint (twice), and train two more steps; return the latter's gradient norms."""
+    """Train two steps, write a checkpoint as Megatron does, and train three more; return their gradients' norms."""
     training = _training(rank, world, folder, tp, pp, zero1, 1234, bf16)
     for number in range(2):
         training.step(number, MICRO_BATCHES)
-    for text in ("first", "second"):
-        checkpoint.save(path, [training.ddp], training.optimizer, {"loops": {"steps": 2}, "text": text})
+    theirs.save(path, training.ddp, training.optimizer, {"loops": {"steps": 2}, "text": "second"})
     norms = [training.step(number, MICRO_BATCHES) for number in (2, 3, 4)]
     dist.destroy_process_group()
     return norms
@@ -59,23 +57,22 @@ def load(
     """Build a fresh model with other values, load the checkpoint, and train the same two steps."""
     training = _training(rank, world, folder, tp, pp, zero1, 99, bf16)
     try:
-        checkpoint.load(f"{path}-elsewhere", [training.ddp], training.optimizer)
+        checkpoint.load_folder(f"{path}-elsewhere", training.ddp, training.optimizer)
     except ConfigError as error:
         refused = str(error)
-    rest = checkpoint.load(path, [training.ddp], training.optimizer)
-    assert rest == checkpoint.rest(path)
+    checkpoint.load_folder(path, training.ddp, training.optimizer)
     groups = [group for part in training.optimizer.chained_optimizers for group in part.optimizer.param_groups]
     assert not any("step" in group for group in groups), "torch's Adam would leave that count as it is"
     norms = [training.step(number, MICRO_BATCHES) for number in (2, 3, 4)]
     dist.destroy_process_group()
-    return {"norms": norms, "rest": rest, "refused": refused}
+    return {"norms": norms, "rest": checkpoint.rest(path), "refused": refused}
 
 
 def load_refused(rank: int, world: int, folder: Path, *, path: str, zero1: bool = False) -> str:
     """Load a checkpoint that was changed, or is of another optimizer; return the error."""
     training = _training(rank, world, folder, 1, 1, zero1, 99, False)
     try:
-        checkpoint.load(path, [training.ddp], training.optimizer)
+        checkpoint.load_folder(path, training.ddp, training.optimizer)
     except ConfigError as error:
         return str(error)
     finally:
@@ -91,7 +88,7 @@ def save_beside(
     for number in range(2):
         training.step(number, MICRO_BATCHES)
     rest = {"loops": {"steps": 2}, "text": "second"}
-    checkpoint.save(path, [training.ddp], training.optimizer, rest)
+    theirs.save(path, training.ddp, training.optimizer, rest)
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     shard = str(rank % (tp * pp) if tp > 1 else parallel_state.get_pipeline_model_parallel_rank())
     copies = None
@@ -102,7 +99,7 @@ def save_beside(
         optimizer.read(data)
         stored = Stored(holding=Holding(version=2, pieces=pieces), data=data, layout=1)
         copies = {f"{shard} optimizer {replica}/{replicas}": stored}
-    held = held_checkpoint(training.ddp, training.optimizer, rest, shard, copies)
+    held = checkpoint.held_checkpoint(training.ddp, training.optimizer, rest, shard, copies)
     names = [*(copies or {}), shard]
     told: list[Any] = [None] * world
     dist.all_gather_object(told, names)

@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,8 +13,8 @@ import torch
 from system.test_diverging import run
 from torch.distributed import checkpoint as dcp
 
+from unicron_lightning.checkpoints.index import plain_object
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.worker.checkpoint_folders import PlainObjects
 
 if TYPE_CHECKING:
     from worlds.client import Worlds
@@ -111,8 +110,6 @@ def test_nothing_in_changed_objects_is_run(worlds: Worlds, tmp_path: Path) -> No
     changed = io.BytesIO()
     torch.save(trap, changed)
     changed.seek(0)
-    planner = PlainObjects()
-    item = SimpleNamespace(dest_index=SimpleNamespace(fqn="model.extra"))
     with pytest.raises(ConfigError, match=r"model\.extra of the checkpoint is no plain data"):
-        planner.load_bytes(item, changed)
+        plain_object(changed, "model.extra")
     assert not trap.path.exists()

@@ -29,13 +29,11 @@ SOURCES = [
 _V0_16: Final = {
     "megatron.core.optimizer": ["_get_param_groups"],  # sharded
     "megatron.core.tensor_parallel.random": ["_get_cuda_rng_state", "_set_cuda_rng_state"],  # shim
-    "megatron.core.dist_checkpointing.strategies.torch": [  # checkpoint
-        *("_replace_state_dict_keys_with_sharded_keys", "mcore_to_pyt_state_dict", "MCoreSavePlanner"),
-        *("_get_filesystem_reader", "MCoreLoadPlanner"),
-    ],
-    "megatron.core.dist_checkpointing.core": ["CONFIG_FNAME", "CheckpointingConfig"],  # held
-    "megatron.core.dist_checkpointing.dict_utils": ["nested_values"],
-    "megatron.core.dist_checkpointing.state_dict_utils": ["save_preprocess"],
+    "megatron.core.dist_checkpointing.core": ["CONFIG_FNAME", "CheckpointingConfig"],  # checkpoint
+    "megatron.core.dist_checkpointing.dict_utils": ["dict_list_map_outplace", "merge", "nested_values"],
+    "megatron.core.dist_checkpointing.mapping": ["apply_factory_merges", "is_main_replica"],
+    "megatron.core.dist_checkpointing.state_dict_utils": ["load_preprocess", "save_preprocess"],
+    "megatron.core.dist_checkpointing.utils": ["extract_sharded_base"],
     "megatron.core.dist_checkpointing.strategies.common": ["COMMON_STATE_FNAME"],
     "DistributedDataParallel": [  # gradients, sharded
         *("bucket_groups", "buffers", "ddp_config", "disable_forward_pre_hook", "expert_parallel_bucket_groups"),
@@ -48,14 +46,14 @@ _V0_16: Final = {
         *("buckets", "cached_grad_buffer_shard_list", "cached_param_buffer_shard_list", "grad_reduce_handle"),
         *("is_first_batch", "is_last_microbatch", "params", "per_param_grad_ready_counts", "start_grad_sync"),
     ],
-    "bucket": ["grad_data", "gradient_scaling_factor", "numel_unpadded", "offset", "param_data"],
-    "buffer": ["buckets", "grad_data", "param_data", "param_index_map"],
+    "bucket": ["grad_data", "gradient_scaling_factor", "param_data"],
+    "buffer": ["buckets", "grad_data", "param_data"],
     "ChainedOptimizer": [  # model
         *("chained_optimizers", "get_grad_norm", "prepare_grads", "reload_model_params", "step_with_ready_grads"),
     ],
     "DistributedOptimizer": [  # sharded, checkpoint
         *("_copy_main_params_to_model_params", "_get_main_param_and_optimizer_states", "_get_model_param_range_map"),
-        *("_set_main_param_and_optimizer_states", "buffers", "config", "data_parallel_group_gloo"),
+        *("buffers", "config", "data_parallel_group_gloo"),
         *("data_parallel_group_idx", "distributed_optimizer_instance_id", "get_parameters", "grad_scaler"),
         *("grad_stats_parallel_group", "init_state_fn", "is_stub_optimizer", "model_param_gbuf_map"),
         *("model_param_group_index_map", "opt_group_ranges", "optimizer", "per_model_bucket_groups"),
@@ -76,10 +74,8 @@ OTHERS: Final = {
         *(
             "_create_internal",
             "_get_backend",
-            "_object_to_tensor",
             "_plugins",
             "_register_backend",
-            "_tensor_to_object",
         ),
         *("_world", "torch._C"),
     },

@@ -18,9 +18,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
+from unicron_lightning.checkpoints.index import _ALLOWED, StoredFolder, load_index
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.checkpoint_files import INDEX
-from unicron_lightning.worker.checkpoint_folders import _ALLOWED, FolderReader, load_index
 
 PROGRAMS = 20_000
 ATTRIBUTES = (
@@ -208,4 +208,4 @@ def test_files_elsewhere_are_not_named(place: Any) -> None:
 def test_a_pipe_in_place_of_the_index_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / INDEX)
     with pytest.raises(OSError, match="no regular file"):
-        FolderReader(tmp_path).read_metadata()
+        StoredFolder(tmp_path)

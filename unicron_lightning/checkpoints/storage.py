@@ -203,7 +203,7 @@ class UrlStorage:
                 self._files.rm(self._at(folder), recursive=True)
 
     def published(self) -> list[str]:
-        from unicron_lightning.worker.checkpoint_folders import referenced  # late, as is `index` in `version`
+        from unicron_lightning.checkpoints.index import referenced  # late, as is `index` in `version`
 
         try:
             return referenced(self.read_published(INDEX), self._at(INDEX), REST)

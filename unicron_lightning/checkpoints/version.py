@@ -28,14 +28,12 @@ from unicron_lightning.checkpoints.messages import (
     VersionWritten,
     WriteVersion,
 )
-from unicron_lightning.checkpoints.parts import WrittenPart, check_whole, write_objects, write_pieces
+from unicron_lightning.checkpoints.pieces import WrittenPart, publish, tensor_in, write_part
 from unicron_lightning.checkpoints.records import leave_record
-from unicron_lightning.checkpoints.staging import tensor_in
 from unicron_lightning.checkpoints.storage import DATA_SUFFIX, VersionStorage, storage_of
 from unicron_lightning.worker.checkpoint_files import INDEX, total
 from unicron_lightning.worker.operations import unpack_parts
 
-_OBJECTS: Final = "objects.distcp"
 _NOTICE_SECONDS: Final = 2.0
 """Seconds in which all writers that have begun notice that a version has failed."""
 _LOST_SECONDS: Final = 10.0
@@ -165,12 +163,10 @@ class WritingVersion:
         if not found:
             return
         staged, memory = self.order.parts[found[0]], self._memories[found[0]]
-        name = f"__{part}_{self.order.rank}{DATA_SUFFIX}"
-        full_name = self._storage.prefix + name
         self._begin()
-        with self._storage.create(name) as file:
-            pieces = write_pieces(file, full_name, ((each, tensor_in(memory, each)) for each in staged.tensors))
-        record = WrittenPart(pieces, {full_name: file.digest}, self.order.name)
+        pieces = ((each, tensor_in(memory, each)) for each in staged.tensors)
+        written = write_part(self._storage, part, self.order.rank, pieces)
+        record = msgspec.structs.replace(written, version=self.order.name)
         with self._storage.create(f"part-{part}-{self.order.rank}.json") as file:
             file.write(msgspec.json.encode(record))
         self._written.add(part)
@@ -188,17 +184,10 @@ class WritingVersion:
         for name in names:
             if name.endswith(DATA_SUFFIX) and storage.prefix + name not in known:  # of a writer that is gone
                 storage.remove(name)
-        from unicron_lightning.checkpoints.index import encode_index  # takes half a writer's start to import
-
         contents = unpack_parts(self._memories[-1][:])
-        further = dict(zip(order.files, contents, strict=False))
-        if order.objects:
-            objects = dict(zip(order.objects, contents[len(order.files) :], strict=True))
-            with storage.create(_OBJECTS) as file:
-                pieces += write_objects(file, storage.prefix + _OBJECTS, objects)
-        places = {name: tuple(place) for name, place in order.places.items()}
-        check_whole(pieces)
-        storage.publish({**further, INDEX: encode_index(pieces, places)})
+        files = dict(zip(order.files, contents, strict=False))
+        objects = dict(zip(order.objects, contents[len(order.files) :], strict=True))
+        publish(storage, pieces, objects, files, order.places)
 
     def _digest(self) -> str | None:
         """Return the digest of the complete version; None if it is not complete."""

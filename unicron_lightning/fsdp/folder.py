@@ -1,91 +1,117 @@
-"""Checkpoints of a sharded model as folders in the format of `torch.distributed.checkpoint`: a file for each shard.
+"""The state of a sharded model: whole tensors from the shards of a replica, and back, and folders with its shards.
 
-Each worker writes its own part and describes it (`checkpoints.parts`), and the first one writes the index. To read a
-part needs no communication. Workers must share the file system.
+FSDP2 divides a tensor along its first axis as `torch.chunk` does, so the whole is the concatenation of the shards. In a
+folder (`checkpoints.index`) each worker writes its own part. To read a part needs no communication. Workers must share
+the file system.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
-import msgspec
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import metadata as stored
-from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from unicron_lightning.checkpoints import index, names
+from unicron_lightning.checkpoints import names
+from unicron_lightning.checkpoints.index import StoredFolder
 from unicron_lightning.checkpoints.names import MODEL
-from unicron_lightning.checkpoints.parts import WrittenPart, write_objects, write_pieces
-from unicron_lightning.checkpoints.staging import HeldCheckpoint, HeldTensor, saved_bytes
-from unicron_lightning.checkpoints.storage import DATA_SUFFIX, FolderStorage
+from unicron_lightning.checkpoints.pieces import HeldCheckpoint, HeldTensor
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.mesh import local_shard, with_local_shard
-from unicron_lightning.fsdp.whole import load_optimizer
-from unicron_lightning.worker.checkpoint_files import INDEX, REST
-from unicron_lightning.worker.checkpoint_folders import FolderReader, PlainObjects
 
 OPTIMIZER: Final = names.OPTIMIZER + "0"
 
 
+def whole_parameters(module: nn.Module, shards: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+    """Return the state dict of a module with whole tensors.
+
+    Args:
+        module: this worker's shard of it.
+        shards: of each shard, in order: its parts of the parameters and then of the buffers.
+    """
+    own = [*module.parameters(), *module.buffers()]
+    whole = {
+        id(tensor): torch.cat(list(parts)) if isinstance(tensor, DTensor) else parts[0]
+        for tensor, parts in zip(own, zip(*shards, strict=True), strict=True)
+    }
+    return {name: whole[id(tensor)] for name, tensor in module.state_dict(keep_vars=True).items()}
+
+
+def load_parameters(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy this worker's parts of whole tensors into a module.
+
+    Raises:
+        KeyError: a tensor is missing.
+    """
+    with torch.no_grad():
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            local_shard(tensor).copy_(shard_of(state[name], tensor))
+
+
+def whole_optimizer(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return an optimizer's state dict with whole tensors, from those with the parts of each shard, in order."""
+    return with_values(shards[0], lambda key, name, _: _whole([each["state"][key][name] for each in shards]))
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, whole: bool) -> None:
+    """Load a state dict with whole tensors, or with this worker's parts of them."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def own(key: int, _name: str, value: Any) -> Any:
+        if not _divided(value):
+            return value
+        parameter = parameters[int(key)]
+        return with_local_shard(parameter, shard_of(value, parameter) if whole else local_shard(value))
+
+    optimizer.load_state_dict(with_values(state, own))
+
+
+def with_values(state: Mapping[str, Any], change: Callable[[int, str, Any], Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with other values: ``change`` gets a parameter's number, a name, and a value."""
+    entries = {
+        key: {name: change(key, name, value) for name, value in values.items()}
+        for key, values in state["state"].items()
+    }
+    return {"state": entries, "param_groups": state["param_groups"]}
+
+
+def shard_of(whole: Tensor, tensor: Tensor) -> Tensor:
+    """This worker's part of a whole tensor that is divided as another one."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this worker is in its replica's mesh"
+    parts, [shard] = whole.chunk(mesh.size(), 0), coordinate
+    return parts[shard] if shard < len(parts) else whole[:0]
+
+
+def _divided(value: Any) -> bool:
+    """Whether an entry of an optimizer's state has a value for each element of its parameter."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _whole(parts: Sequence[Any]) -> Any:
+    return torch.cat(list(parts)) if _divided(parts[0]) else parts[0]
+
+
+# ---- folders
+
+
 def held_part(module: nn.Module, optimizer: Optimizer | None, shard: int, rest: Mapping[str, Any]) -> HeldCheckpoint:
     """Return this worker's shards, and on the first worker everything that is not divided."""
-    planner = dcp.DefaultSavePlanner()
-    planner.set_up_planner(_named(module, optimizer), is_coordinator=True)
-    tensors, objects = [], {}
-    for item in planner.create_local_plan().items:
-        if item.type == WriteItemType.BYTE_IO:
-            objects[item.index.fqn] = cast("io.BytesIO", planner.resolve_data(item)).getvalue()
-        elif _is_own(item, shard):
-            assert item.tensor_data is not None
-            data, chunk = cast("Tensor", planner.resolve_data(item)).detach(), item.tensor_data.chunk
-            tensors.append(HeldTensor(item.index.fqn, data, tuple(item.tensor_data.size), tuple(chunk.offsets)))
-    held = {str(shard): tensors}
-    return HeldCheckpoint(tensors=held, files={REST: rest}, objects=objects, places=planner.mappings)
-
-
-def write_part(folder: FolderStorage, held: HeldCheckpoint, shard: int) -> bytes:
-    """Write this worker's shards, and on the first worker the objects; return a description for `finish_folder`.
-
-    Args:
-        folder: begun, on storage that all workers see.
-        held: by this worker, see `held_part`.
-        shard: of this worker.
-    """
-    name = f"__{shard}_0{DATA_SUFFIX}"
-    own = held.tensors[str(shard)]
-    with folder.create(name) as file:
-        pieces = write_pieces(file, name, ((each.staged(0), each.data.cpu().clone()) for each in own))
-        pieces += write_objects(file, name, held.objects if shard == 0 else {})
-    return msgspec.json.encode(WrittenPart(pieces, {name: file.digest}))
-
-
-def finish_folder(folder: FolderStorage, parts: Sequence[bytes], held: HeldCheckpoint) -> dict[str, str]:
-    """Write index and rest, and rename the folder, which then is complete.
-
-    Args:
-        folder: with all parts.
-        parts: descriptions of all workers' parts, by shard.
-        held: by this worker.
-
-    Returns:
-        Digests of all files, by name.
-    """
-    known = [msgspec.json.decode(part, type=WrittenPart) for part in parts]
-    content = index.encode_index([piece for part in known for piece in part.pieces], held.places)
-    files = {REST: saved_bytes(held.files[REST]), INDEX: content}
-    folder.publish(files)
-    digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    return {name: digest for each in (*(part.digests for part in known), digests) for name, digest in each.items()}
+    held = HeldCheckpoint.whole(_named(module, optimizer), rest)
+    own = []
+    for each in held.tensors[""]:
+        piece = _own_piece(each)
+        if piece.data.numel() if isinstance(each.data, DTensor) else shard == 0:
+            own.append(piece)
+    return replace(held, tensors={str(shard): own})
 
 
 def load_module(folder: Path, module: nn.Module) -> None:
@@ -94,15 +120,8 @@ def load_module(folder: Path, module: nn.Module) -> None:
     Raises:
         ConfigError: the folder lacks a tensor, has one of another shape, or an index that names something else.
     """
-    own = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
-    entries = FolderReader(folder).read_metadata().state_dict_metadata
-    for name, tensor in own.items():
-        entry = entries.get(f"{MODEL}.{name}")
-        found = getattr(entry, "size", None)
-        if found != tensor.shape:
-            has = "no tensor" if found is None else f"a tensor of shape {tuple(found)}"
-            raise ConfigError(f"the checkpoint {folder} has {has} {name}; expected one of shape {tuple(tensor.shape)}")
-    _read(folder, {MODEL: own})
+    own = {f"{MODEL}.{name}": tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
+    StoredFolder(folder).fill(_own_piece(HeldTensor.of(name, tensor)) for name, tensor in own.items())
 
 
 def read_optimizer_part(folder: Path, module: nn.Module) -> dict[str, Any]:
@@ -110,18 +129,17 @@ def read_optimizer_part(folder: Path, module: nn.Module) -> dict[str, Any]:
 
     The optimizer may not have its groups yet: `load_optimizer_part` gives them to it.
     """
-    parameters = module.state_dict(keep_vars=True)
-    known = FolderReader(folder).read_metadata()
-    state: dict[str, Any] = {}
-    for key, entry in known.state_dict_metadata.items():
-        place = (known.planner_data or {}).get(key, ())
-        if place[:1] == (OPTIMIZER,):
-            about = parameters.get(place[2]) if place[1] == "state" else None
-            set_element(state, place, _target(entry, about))
-    if not state:
-        return {}
-    _read(folder, state)
-    own: dict[str, Any] = state[OPTIMIZER]
+    parameters, known = module.state_dict(keep_vars=True), StoredFolder(folder)
+
+    def make(name: str, place: Sequence[str | int]) -> HeldTensor:
+        entry, about = known.entries[name], parameters.get(str(place[2])) if place[1] == "state" else None
+        size, dtype = tuple(entry.size), entry.properties.dtype
+        if isinstance(about, DTensor) and entry.size == about.shape and size:
+            piece = _own_piece(HeldTensor.of(name, about))
+            return replace(piece, data=torch.empty_like(piece.data, dtype=dtype))
+        return HeldTensor.of(name, torch.empty(size, dtype=dtype))
+
+    own: dict[str, Any] = known.read(lambda place: place[0] == OPTIMIZER, make).get(OPTIMIZER, {})
     return own
 
 
@@ -158,24 +176,12 @@ def _group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _is_own(item: WriteItem, shard: int) -> bool:
-    """Whether this worker writes an entry: its shards with elements; the first worker also what is not divided."""
-    if item.type != WriteItemType.SHARD:
-        return shard == 0
-    assert item.tensor_data is not None
-    return item.tensor_data.chunk.sizes.numel() > 0
-
-
-def _target(entry: Any, parameter: Tensor | None) -> Any:
-    """What an entry of the optimizer's state is read into: this worker's shard, a whole tensor, or another object."""
-    if not isinstance(entry, stored.TensorStorageMetadata):
-        return entry
-    if isinstance(parameter, DTensor) and entry.size == parameter.shape and entry.size:
-        return with_local_shard(parameter, torch.empty_like(local_shard(parameter), dtype=entry.properties.dtype))
-    return torch.empty(entry.size, dtype=entry.properties.dtype)
-
-
-def _read(folder: Path, state: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*single process.*")
-        dcp.load(state, storage_reader=FolderReader(folder), planner=PlainObjects(), no_dist=True)
+def _own_piece(each: HeldTensor) -> HeldTensor:
+    """Return this worker's piece of a tensor that may be divided."""
+    if not isinstance(each.data, DTensor):
+        return each
+    mesh = each.data.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this worker is in its replica's mesh"
+    first = min(coordinate[0] * -(-each.whole[0] // mesh.size()), each.whole[0])
+    return replace(each, data=local_shard(each.data), offsets=(first, *each.offsets[1:]))

@@ -1,152 +1,147 @@
 """Checkpoints of a megatron-core model and its optimizer, loadable in another TP x PP x DP layout.
 
-The format is megatron-core's own (`dist_checkpointing`, the distributed optimizer as "fully_reshardable"): a folder
-with files of each rank and, written last, ``metadata.json``. Megatron's own tools read it. Everything but tensors
-(Lightning's loops, callbacks, schedulers) is in ``common.pt``, read with ``weights_only=True``: it must be plain data.
+The format is megatron-core's own (`dist_checkpointing`, the distributed optimizer as "fully_reshardable"), which
+Megatron's own tools read. Everything but tensors (Lightning's loops, callbacks, schedulers) is in ``common.pt``, read
+with ``weights_only=True``: it must be plain data.
 
-A checkpoint is written beside its final path and renamed when complete, so a checkpoint at its path is always complete.
-All functions but `rest` are collectives of all ranks of `torch.distributed`'s default group. The format's own exchanges
-and its index are pickles (docs/decisions/0011); nothing
-in a file is run (`worker.checkpoint_folders`). For megatron-core 0.16, whose module holds torch's reader and planner.
+A rank describes, without communication, all that the first replica would write of its shard, so that any replica can
+write it (`checkpoints.saving`). To load, it fills the same pieces. With the distributed optimizer a rank has ranges of
+the flattened parameters' states, and may have copies of other ranks' ranges. A range becomes blocks of the parameter's
+tensor: rows, and parts of the rows at its ends. Megatron's own functions gather whole tensors instead, and exchange
+pickled plans. For megatron-core 0.16.
 """
 
 from __future__ import annotations
 
+import json
 import re
-import shutil
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
-import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.strategies import torch as torch_format
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factory_merges,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.distributed import checkpoint as dcp
-from typing_extensions import override
+from torch import Tensor, nn
 
-from unicron_lightning.checkpoints.storage import DATA_SUFFIX
+from unicron_lightning.checkpoints.index import StoredFolder
+from unicron_lightning.checkpoints.pieces import HeldCheckpoint, HeldTensor, blocks, saved_bytes
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.sharded import initialize_state, parts_of
-from unicron_lightning.regular_files import open_regular
-from unicron_lightning.worker.checkpoint_files import INDEX, folder_digests, names
-from unicron_lightning.worker.checkpoint_folders import FolderReader, HashingFiles, PlainObjects, load_index
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+from unicron_lightning.megatron.sharded import FIELDS, ShardedOptimizer, initialize_state, parts_of
+from unicron_lightning.replica.mirror import ROWS, Stored
+from unicron_lightning.replica.shards import Piece
 
 _SHARDING: Final = "fully_reshardable"
 """Division of the distributed optimizer's state."""
+_STATE: Final = "optimizer.state"
+"""Prefix of the names of optimizer states."""
 _MAIN_PARAMETER: Final = re.compile(r"(.*\.)?state\.param\.")
 """Names of the main parameters, which only a distributed optimizer stores with its state."""
 
 
-def content() -> dict[str, Any]:
+def _content() -> dict[str, Any]:
     """Return the division of optimizer state, which is stored with it; Megatron adds groups of the present epoch."""
     return {"distrib_optim_sharding_type": _SHARDING, "chained_optim_avoid_prefix": True}
 
 
-class Writer(SaveShardedStrategy):
-    """Writes megatron-core's format with torch's writer.
-
-    Megatron-core's own writer forks processes and starts a manager that imports the user's script again. Both serve
-    writing in the background and are unsafe in a process with threads, sockets and a GPU.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-        self._files = HashingFiles()
-
-    @property
-    def digests(self) -> dict[str, str]:
-        """Digests of the files written by this process, by name."""
-        return self._files.digests
-
-    @override
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    @override
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        grouped, _, _ = torch_format._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, keep_only_main_replica=True
-        )
-        writer = dcp.FileSystemWriter(str(checkpoint_dir))
-        writer.fs = self._files
-        dcp.save(
-            torch_format.mcore_to_pyt_state_dict(grouped, is_loading=False),
-            storage_writer=writer,
-            planner=torch_format.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-
-def save(path: str | Path, chunks: Sequence[Any], optimizer: Any, rest: dict[str, Any]) -> dict[str, str]:
-    """Write a checkpoint.
+def held_checkpoint(
+    ddp: Any, optimizer: Any, rest: Mapping[str, Any], part: str, copies: Mapping[str, Stored] | None
+) -> HeldCheckpoint:
+    """Describe this rank's part of a checkpoint; its tensors are the training's own.
 
     Args:
-        path: of its folder, which is replaced if it exists; on storage that all ranks see.
-        chunks: megatron-core's `DistributedDataParallel` modules.
+        ddp: megatron-core's `DistributedDataParallel` module.
         optimizer: megatron-core's.
-        rest: further plain data; rank 0's is written.
+        rest: further plain data, see `rest`.
+        part: name of the part with this rank's shard.
+        copies: with the distributed optimizer, the ranges of the optimizer's state that this rank has, by the names of
+            their parts.
 
-    Returns:
-        Digests of the files written by this rank, by name (`worker.checkpoint_files`).
+    Raises:
+        ValueError: a tensor is not placed as those of Megatron's modules are.
     """
-    target = Path(path)
-    unfinished = target.with_name(f"{target.name}.unfinished")
-    if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
-    state, writer = {**sharded(chunks, optimizer, is_loading=False), "rest": rest}, Writer()
-    dist_checkpointing.save(
-        state,
-        str(unfinished),
-        sharded_strategy=writer,
-        preprocess_common_before_consistancy_check=lambda common: {k: v for k, v in common.items() if k != "rest"},
-        content_metadata=content(),
-    )
-    digests = writer.digests
-    if dist.get_rank() == 0:
-        # The library has written these small files itself.
-        others = [name for name in names(unfinished) if name not in digests and not name.endswith(DATA_SUFFIX)]
-        digests |= folder_digests(unfinished, others)
-        if target.is_dir():
-            shutil.rmtree(target)
-        unfinished.rename(target)
-    dist.barrier()
-    return digests
+    state: dict[str, Any] = {"model": ddp.module.sharded_state_dict(metadata=_content())}
+    ranges: dict[str, list[HeldTensor]] = {}
+    if copies is None:
+        state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=_content())
+    else:
+        placed, parameters = _placed(state["model"], _is_of_first_replica), [*ddp.module.parameters()]
+        ranges = {
+            name: [*_ranges(stored.holding.pieces, stored.data, parameters, placed)] for name, stored in copies.items()
+        }
+        (own,) = parts_of(optimizer)
+        state["optimizer"] = {**own.state_dict(), "param_state_sharding_type": _SHARDING}
+    state |= {"rest": rest, "content_metadata": _content()}
+    placed_part, common = save_preprocess(state, validate_access_integrity=False)
+    shard = [_held(each) for each in nested_values(placed_part) if _is_of_first_replica(each)]
+    config = json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()
+    return HeldCheckpoint(tensors={part: shard, **ranges}, files={COMMON_STATE_FNAME: common, CONFIG_FNAME: config})
 
 
-def load(path: str | Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
-    """Load model and optimizer from a checkpoint of any layout.
-
-    Returns:
-        The argument ``rest`` of `save`.
+def load_folder(path: str | Path, ddp: Any, optimizer: Any) -> None:
+    """Load this rank's part of model and optimizer from a checkpoint of any layout.
 
     Raises:
         ConfigError: no checkpoint exists at ``path``, its index names something that no index needs, or it was written
             with a distributed optimizer and is to be loaded without, or the reverse.
     """
     _check(path)
-    # In each rank: the library would report it as another error.
-    with open(Path(path) / INDEX, "rb", opener=open_regular) as file:
-        _check_kind(str(path), load_index(file, file.name).state_dict_metadata, optimizer)
-    for part in parts_of(optimizer):
+    stored, parts = StoredFolder(path), parts_of(optimizer)
+    _check_kind(str(path), stored.entries, parts)
+    for part in parts:
         initialize_state(part)
-    with _restricted():
-        loaded = dist_checkpointing.load(sharded(chunks, optimizer, is_loading=True), str(path))
-    for index, chunk in enumerate(chunks):
-        chunk.module.load_state_dict(loaded[_key(index, chunks)])
-    with _steps_apart(optimizer):
-        optimizer.load_state_dict(loaded["optimizer"])
-    for part in parts_of(optimizer):
+    state: dict[str, Any] = {"model": ddp.module.sharded_state_dict(metadata=_content())}
+    ranges: list[HeldTensor] = []
+    shard = ShardedOptimizer([ddp], optimizer) if _are_distributed(parts) else None
+    if shard is None:
+        state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=True, metadata=_content())
+    else:
+        values = torch.zeros(ROWS, sum(map(len, shard.pieces)))
+        ranges += _ranges(shard.pieces, values, [*ddp.module.parameters()], _placed(state["model"], lambda _: True))
+    loaded = _read(stored, path, state, ranges)
+    ddp.module.load_state_dict(loaded["model"])
+    loaded["optimizer"].pop("param_state", None)
+    optimizer.load_state_dict(loaded["optimizer"])
+    for part in parts:
         _own_steps(part)
-    rest: dict[str, Any] = loaded["rest"]
-    return rest
+    if shard is not None:
+        shard.write(values, shard.steps)
+
+
+def _read(
+    stored: StoredFolder, path: str | Path, state: dict[str, Any], ranges: Sequence[HeldTensor]
+) -> dict[str, Any]:
+    """Return a state with the stored values, as megatron-core's ``load`` does, without its exchanges."""
+    wanted, others, factories = load_preprocess(state)
+    wanted, _ = extract_sharded_base(wanted)
+    placed = [*nested_values(wanted)]
+    tensors = [each for each in placed if isinstance(each, ShardedTensor)]
+    padded = [each for each in tensors if each.allow_shape_mismatch]
+    for each in padded:
+        each.data.detach().zero_()  # rows of the padding may not be stored
+    names = [each.unique_key for each in placed if isinstance(each, ShardedObject)]
+    resized = tuple(each.key for each in padded)
+    objects = stored.fill([*map(_held, tensors), *ranges], resized=resized, objects=names)
+
+    def value(each: ShardedTensor | ShardedObject) -> Any:
+        return each.data if isinstance(each, ShardedTensor) else objects[each.unique_key][0]
+
+    common: Any = dist_checkpointing.load_common_state_dict(str(path))
+    found: dict[str, Any] = merge(merge(common, others), dict_list_map_outplace(value, wanted))
+    return apply_factory_merges(found, factories)  # type: ignore[no-any-return]
 
 
 def rest(path: str | Path) -> dict[str, Any]:
@@ -165,10 +160,9 @@ def _check(path: str | Path) -> None:
         raise ConfigError(f"{str(path)!r} is no checkpoint of megatron-core: expected a folder with metadata.json")
 
 
-def _check_kind(path: str, stored: Iterable[str], optimizer: Any) -> None:
+def _check_kind(path: str, stored: Iterable[str], parts: Sequence[Any]) -> None:
     """Refuse the state of another kind of optimizer, whose tensors have other names."""
-    was = any(_MAIN_PARAMETER.match(name) for name in stored)
-    now = any(isinstance(part, DistributedOptimizer) for part in parts_of(optimizer))
+    was, now = any(_MAIN_PARAMETER.match(name) for name in stored), _are_distributed(parts)
     if was != now:
         raise ConfigError(
             f"{path!r} was written with use_distributed_optimizer={was}, and this run has "
@@ -176,91 +170,9 @@ def _check_kind(path: str, stored: Iterable[str], optimizer: Any) -> None:
         )
 
 
-def _key(index: int, chunks: Sequence[Any]) -> str:
-    return "model" if len(chunks) == 1 else f"model{index}"
-
-
-def sharded(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    """Return the tensors of this rank with their places in the whole; with the distributed optimizer a collective."""
-    metadata = content()
-    models = {_key(i, chunks): chunk.module.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
-    with _places_without_padding(optimizer):
-        state = optimizer.sharded_state_dict(
-            models if len(chunks) > 1 else models["model"], is_loading=is_loading, metadata=metadata
-        )
-    return {**models, "optimizer": state}
-
-
-@contextmanager
-def _places_without_padding(optimizer: Any) -> Iterator[None]:
-    """Give the distributed optimizer's buffers the places of parameters that do not count the padding between buckets.
-
-    Megatron-core 0.16 gathers the buckets without that padding, but takes each parameter from its place with it: of
-    each bucket that follows a padded one, other elements are stored. Tied embeddings have a bucket of their own.
-    """
-    parts = [part for part in parts_of(optimizer) if isinstance(part, DistributedOptimizer)]
-    original = [(buffer, buffer.param_index_map) for part in parts for buffer in part.buffers]
-    for buffer, places in original:
-        padding, filled = [], 0
-        for bucket in buffer.buckets:
-            padding.append(bucket.offset - filled)
-            filled += bucket.numel_unpadded
-        buffer.param_index_map = {
-            parameter: (start - padding[number], end - padding[number], number)
-            for parameter, (start, end, number) in places.items()
-        }
-    try:
-        yield
-    finally:
-        for buffer, places in original:
-            buffer.param_index_map = places
-
-
-def without_ranges(optimizer: Any) -> dict[str, Any]:
-    """Return what a checkpoint has of a distributed optimizer beside the ranges of its ranks."""
-    (part,) = parts_of(optimizer)
-    return {**part.state_dict(), "param_state_sharding_type": _SHARDING}
-
-
-class _Planner(PlainObjects, torch_format.MCoreLoadPlanner):
-    """Loads objects beside the tensors with ``weights_only``."""
-
-
-@contextmanager
-def _restricted() -> Iterator[None]:
-    """Have megatron-core load checkpoints in this process with `FolderReader` and `_Planner`."""
-    reader, planner = torch_format._get_filesystem_reader, torch_format.MCoreLoadPlanner
-
-    def safe(checkpoint_dir: str | Path, **_: Any) -> FolderReader:
-        return FolderReader(checkpoint_dir)
-
-    torch_format._get_filesystem_reader, torch_format.MCoreLoadPlanner = safe, _Planner
-    try:
-        yield
-    finally:
-        torch_format._get_filesystem_reader, torch_format.MCoreLoadPlanner = reader, planner
-
-
-@contextmanager
-def _steps_apart(optimizer: Any) -> Iterator[None]:
-    """Keep a distributed optimizer from looking for torch Adam's step count among a parameter's tensors.
-
-    The checkpoint holds the count with the parameter groups, from which it was set; megatron-core 0.16 looks
-    nevertheless.
-    """
-    parts = [part for part in parts_of(optimizer) if isinstance(part, DistributedOptimizer)]
-    for part in parts:
-        original = part._set_main_param_and_optimizer_states
-
-        def complete(parameter: Any, tensors: dict[str, Any], part: Any = part, original: Any = original) -> None:
-            original(parameter, {**part._get_main_param_and_optimizer_states(parameter), **tensors})
-
-        part._set_main_param_and_optimizer_states = complete
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part._set_main_param_and_optimizer_states
+def _are_distributed(parts: Sequence[Any]) -> bool:
+    """Whether optimizers are Megatron's distributed one."""
+    return any(isinstance(part, DistributedOptimizer) for part in parts)
 
 
 def _own_steps(part: Any) -> None:
@@ -274,3 +186,104 @@ def _own_steps(part: Any) -> None:
             state["step"] = torch.as_tensor(state["step"]).clone()
         for group in part.optimizer.param_groups:
             group.pop("step", None)
+
+
+def _held(each: ShardedTensor | ShardedObject) -> HeldTensor:
+    """Describe an entry as torch's format has it: axes that Megatron prepends are axes of size 1."""
+    if isinstance(each, ShardedObject):
+        data = torch.frombuffer(bytearray(saved_bytes([each.data])), dtype=torch.uint8)
+        return HeldTensor(each.unique_key, data, is_object=True)
+    data = each.data.detach().view((1,) * each.prepend_axis_num + tuple(each.local_shape))
+    return HeldTensor(each.key, data, tuple(each.global_shape), tuple(each.global_offset))
+
+
+def _is_of_first_replica(each: ShardedTensor | ShardedObject) -> bool:
+    """Whether the first data-parallel replica would write an entry, given the entry of any replica.
+
+    Raises:
+        ValueError: the entry's id does not end with the number of the replica.
+    """
+    own, found = parallel_state.get_data_parallel_rank(with_context_parallel=True), each.replica_id
+    if not isinstance(found, tuple) or found[-1] != own:
+        raise ValueError(
+            f"{each.key} has replica_id={found!r}: expected a tuple that ends with the data-parallel rank {own}"
+        )
+    return bool(is_main_replica((*found[:-1], 0)))
+
+
+# ---- ranges of the distributed optimizer
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A part of a parameter that is a tensor of the checkpoint, or a chunk of one.
+
+    Attributes:
+        start: number of its first element in the flattened parameter.
+        chunk: as Megatron describes it.
+    """
+
+    start: int
+    chunk: ShardedTensor
+
+
+def _placed(model: Mapping[str, Any], chosen: Callable[[ShardedTensor], bool]) -> dict[nn.Parameter, list[_Place]]:
+    """Return the chosen places of each parameter.
+
+    Raises:
+        ValueError: a part of a parameter is not a view of adjacent elements.
+    """
+    found: dict[nn.Parameter, list[_Place]] = {}
+    for each in nested_values(model):
+        if isinstance(each, ShardedObject):
+            continue
+        chunks: Iterable[ShardedTensor] = [each]
+        if isinstance(each, ShardedTensorFactory):
+            chunks = nested_values(each.build())
+        found[each.data] = [_Place(_start(chunk, each.data), chunk) for chunk in chunks if chosen(chunk)]
+    return found
+
+
+def _start(chunk: ShardedTensor, parameter: Tensor) -> int:
+    data: Any = chunk.data
+    if not data.is_contiguous() or data.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+        raise ValueError(f"{chunk.key}: expected a view of adjacent elements of the parameter")
+    return int(data.storage_offset() - parameter.storage_offset())
+
+
+def _ranges(
+    pieces: Sequence[Piece],
+    data: Tensor,
+    parameters: Sequence[nn.Parameter],
+    placed: Mapping[nn.Parameter, Sequence[_Place]],
+) -> Iterator[HeldTensor]:
+    """Describe ranges of the optimizer's state, with their values [3, elements]."""
+    position = 0
+    for piece in pieces:
+        for place in placed[parameters[piece.parameter]]:
+            end = place.start + place.chunk.data.numel()
+            first, last = max(piece.start, place.start), min(piece.stop, end)
+            if first < last:
+                values = data[:, position + first - piece.start : position + last - piece.start]
+                yield from _blocks(place.chunk, values, first - place.start, last - place.start)
+        position += len(piece)
+
+
+def _blocks(chunk: ShardedTensor, data: Tensor, first: int, last: int) -> Iterator[HeldTensor]:
+    """Describe a range of a chunk's elements.
+
+    Args:
+        chunk: the parameter's.
+        data: its values, [3, elements].
+        first: first element of the range.
+        last: first element after it.
+    """
+    prepended, position = chunk.prepend_axis_num, 0
+    for offsets, sizes in blocks(chunk.local_shape, first, last):
+        within = (0,) * prepended + offsets
+        place = tuple(whole + own for whole, own in zip(chunk.global_offset, within, strict=True))
+        elements = torch.Size(sizes).numel()
+        for row, field in enumerate(FIELDS):
+            values = data[row, position : position + elements].view((1,) * prepended + sizes)
+            yield HeldTensor(f"{_STATE}.{field}.{chunk.key}", values, tuple(chunk.global_shape), place)
+        position += elements

@@ -84,16 +84,18 @@ class ShardKeeper:
         self.keep(version)
         self.saved = version
 
-    def plain_state(self) -> dict[str, Any]:
-        """Return this worker's shard as plain data: its pieces, values as of `ShardedOptimizer.read`, and steps."""
+    def present(self) -> Stored:
+        """Return a copy of this worker's shard as it is now, also after the end of the run."""
         pieces = self._optimizer.pieces
         data = torch.empty(ROWS, sum(map(len, pieces)))
         self._optimizer.read(data)
-        return {
-            "pieces": [[each.parameter, each.start, each.stop] for each in pieces],
-            "data": data,
-            "steps": self._optimizer.steps,
-        }
+        return Stored(holding=Holding(version=0, pieces=pieces), data=data, layout=0)
+
+    def plain_state(self) -> dict[str, Any]:
+        """Return this worker's shard as plain data: its pieces, values as of `ShardedOptimizer.read`, and steps."""
+        own = self.present()
+        pieces = [[each.parameter, each.start, each.stop] for each in own.holding.pieces]
+        return {"pieces": pieces, "data": own.data, "steps": self._optimizer.steps}
 
     def load_plain(self, states: Sequence[Mapping[str, Any]], version: int) -> None:
         """Load the parts of all workers that have had this shard, however many there are now. A collective of those.

@@ -120,7 +120,7 @@ def _names_at(url: str) -> list[str] | None:
     """Return the files of a checkpoint that is not one file, as its index names them; None if it is one file."""
     import fsspec  # type: ignore[import-untyped]  # for URLs only
 
-    from unicron_lightning.worker.checkpoint_folders import referenced
+    from unicron_lightning.checkpoints.index import referenced
 
     files, root = fsspec.core.url_to_fs(url)
     if not files.isfile(f"{root}/{INDEX}"):
