@@ -64,7 +64,7 @@ def run(rank: int, folder: Path, name: str, steps: int) -> None:
         print(
             f"{name:15} step {statistics.median(step_seconds):.3f} s, of which waiting "
             f"{statistics.median(wait_seconds):.4f} s; {sum(map(len, optimizer.pieces)) / 1e6:.2f} million elements "
-            f"in the shard, {mirror.host_bytes / 1e6:.0f} MB of host memory for copies",
+            f"in the shard, {sum(each.data.nbytes for each in mirror._stored) / 1e6:.0f} MB of host memory for copies",
             flush=True,
         )
     mirror.close()

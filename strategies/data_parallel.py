@@ -26,8 +26,8 @@ from unicron_lightning.strategies.reporting import balance_of
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints
-from unicron_lightning.strategies.state.divergence import Divergence
-from unicron_lightning.strategies.state.division import StateDivision
+from unicron_lightning.strategies.state.comparison import Divergence
+from unicron_lightning.strategies.state.memory import StateDivision
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import World

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from unicron_lightning import environ
+from unicron_lightning.checkpoints.files import located
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import preserved
@@ -52,7 +53,6 @@ from unicron_lightning.strategies.state.memory import StateMemory
 from unicron_lightning.strategies.state.persisting import Persisting
 from unicron_lightning.strategies.stopping import Stopping, surround
 from unicron_lightning.strategies.watching import LIGHTNING_BACKWARD, watched
-from unicron_lightning.worker.checkpoint_files import located
 from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.engine import Engine, World
 

@@ -26,14 +26,14 @@ from unicron_lightning.data.stream_pass import StreamPass
 from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.passes.prediction import Predictions
 from unicron_lightning.strategies.session import Session
-from unicron_lightning.strategies.state.division import StateDivision
+from unicron_lightning.strategies.state.memory import StateDivision
 from unicron_lightning.worker.commit import CommittedStep
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.rows import present
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.manual.steps import ManualSteps
-    from unicron_lightning.strategies.state.divergence import Divergence
+    from unicron_lightning.strategies.state.comparison import Divergence
 
 
 @dataclass(frozen=True, kw_only=True)

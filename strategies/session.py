@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from unicron_lightning import environ, wire
-from unicron_lightning.checkpoints.records import age, left_records, record_path
+from unicron_lightning.checkpoints.files import age, left_records, record_path
 from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.stacks import StackFile
@@ -74,7 +74,7 @@ class Session(OfProcess):
         fits: number of the script's ``fit`` calls so far, those that were left out among them.
         left_out: number of these, which the task has finished.
         results: number and encoded results of the last ``fit`` that this worker has ended, and has not left out.
-        record: path of this worker's record of its newest checkpoint, see `checkpoints.records`; "" without an agent.
+        record: path of this worker's record of its newest checkpoint, see `checkpoints.files`; "" without an agent.
 
     Raises:
         ConfigError: under torchrun with another rendezvous back-end.

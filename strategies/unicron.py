@@ -14,7 +14,7 @@ from typing_extensions import override
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.data_parallel import DataParallel, WholeModelSteps
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
-from unicron_lightning.strategies.state.divergence import Divergence, OnDivergence
+from unicron_lightning.strategies.state.comparison import Divergence, OnDivergence
 
 _MIB = 1 << 20
 

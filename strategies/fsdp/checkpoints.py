@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
+from unicron_lightning.checkpoints.files import is_folder, located
 from unicron_lightning.checkpoints.index import read_rest
-from unicron_lightning.checkpoints.names import is_folder
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.checkpoints.saving import WriteOnce
 from unicron_lightning.errors import ConfigError
@@ -29,7 +29,6 @@ from unicron_lightning.strategies.state.checkpointing import (
     write_checkpoint,
 )
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.checkpoint_files import located
 from unicron_lightning.worker.engine import Engine
 
 if TYPE_CHECKING:

@@ -34,9 +34,9 @@ from unicron_lightning.strategies.fsdp.wrapping import Sharding, place_rest, sha
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.reporting import balance_of
 from unicron_lightning.strategies.session import Session, control_of_process
-from unicron_lightning.strategies.state.divergence import Divergence
+from unicron_lightning.strategies.state.comparison import Divergence
+from unicron_lightning.strategies.state.memory import ReplicaDivision
 from unicron_lightning.strategies.state.module_buffers import unsaved
-from unicron_lightning.strategies.state.replica_memory import ReplicaDivision
 from unicron_lightning.worker.communication.nccl import check_device
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.rows import present

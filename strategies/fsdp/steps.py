@@ -20,7 +20,7 @@ from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.metrics.sums import AllUsed, StepSums
 from unicron_lightning.strategies.micro_batch import Effects, MicroBatches
 from unicron_lightning.strategies.parallelism import FinishedStep
-from unicron_lightning.strategies.state.divergence import Divergence
+from unicron_lightning.strategies.state.comparison import Divergence
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import FlatBucket
 

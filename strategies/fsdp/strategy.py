@@ -18,7 +18,7 @@ from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
 from unicron_lightning.strategies.fsdp.wrapping import Sharding
-from unicron_lightning.strategies.state.divergence import Divergence, OnDivergence
+from unicron_lightning.strategies.state.comparison import Divergence, OnDivergence
 
 
 class UnicronFSDPStrategy(FaultTolerantStrategy):

@@ -31,7 +31,7 @@ from unicron_lightning.strategies.metrics.recording import Recording
 from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums, SumsLayout
 from unicron_lightning.strategies.micro_batch import FORWARD, OPTIMIZER, TRANSFER, Effects
 from unicron_lightning.strategies.parallelism import FinishedStep
-from unicron_lightning.strategies.state.divergence import Divergence
+from unicron_lightning.strategies.state.comparison import Divergence
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.digest import NO_DIGEST, StateDigest

@@ -20,7 +20,7 @@ from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.metrics.sums import AllUsed, NormStatistics, StepSums
 from unicron_lightning.strategies.micro_batch import FORWARD, TRANSFER
 from unicron_lightning.strategies.parallelism import FinishedStep
-from unicron_lightning.strategies.state.divergence import Divergence
+from unicron_lightning.strategies.state.comparison import Divergence
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
 from unicron_lightning.worker.rows import present
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from typing_extensions import override
 
+from unicron_lightning.checkpoints.files import located
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.megatron.checkpoint import held_checkpoint, load_folder, rest
 from unicron_lightning.megatron.grid import Shape
@@ -28,8 +29,7 @@ from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.mirror import Stored
 from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.strategies.state.checkpointing import left_out, save_folder
-from unicron_lightning.strategies.state.replica_memory import ReplicaDivision
-from unicron_lightning.worker.checkpoint_files import located
+from unicron_lightning.strategies.state.memory import ReplicaDivision
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
@@ -195,7 +195,10 @@ class GridDivision(ReplicaDivision):
     @override
     def divide(self, state: Callable[[], dict[str, Any]]) -> DividedState:
         speaks = self.shard == 0 and (self.equal or self.place.replica == 0)
-        own = {"shard": self._model.plain_state(self.shard), "loops": state() if speaks else None}
+        shard, keeper = {"shard": self.shard, **self._model.plain_state()}, self._model.keeper
+        if keeper is not None:
+            shard["optimizer"] = keeper.plain_state()
+        own = {"shard": shard, "loops": state() if speaks else None}
         return replace((DividedState if self.equal else OwnState).of(own), layout=self._layout())
 
     @override
@@ -218,7 +221,13 @@ class GridDivision(ReplicaDivision):
     @override
     def load(self, state: dict[str, Any], step: int) -> None:
         """Keep the state for `settle`: Megatron builds the optimizer's main parameters at the start of the task."""
-        load = partial(self._model.load_plain, state["shard"], state["others"], step)
+        model = self._model
+
+        def load() -> None:
+            model.load_plain(state["shard"])
+            if model.keeper is not None:
+                model.keeper.load_plain([each["optimizer"] for each in (state["shard"], *state["others"])], step)
+
         self._restored = LoadShard("memory_restore", self._grid.member, load, step)
 
     def settle(self) -> None:

@@ -33,7 +33,7 @@ from unicron_lightning.strategies.megatron.optimizer import MegatronOptimizer, m
 from unicron_lightning.strategies.megatron.validation import StageEvaluation
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.session import Session
-from unicron_lightning.strategies.state.divergence import Divergence
+from unicron_lightning.strategies.state.comparison import Divergence
 from unicron_lightning.worker.engine import World
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_set
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from unicron_lightning import wire
-from unicron_lightning.worker.checkpoint_files import located
+from unicron_lightning.checkpoints.files import located
 from unicron_lightning.worker.control.thread import Control
 
 _BEYOND: Final[Mapping[type, Sequence[str]]] = {

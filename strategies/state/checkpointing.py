@@ -17,16 +17,26 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
 
 from unicron_lightning import wire
-from unicron_lightning.checkpoints.names import MODEL, OPTIMIZER, by_name, is_folder
+from unicron_lightning.checkpoints.files import (
+    MODEL,
+    OPTIMIZER,
+    HashingFile,
+    OpenCheckpoint,
+    by_name,
+    digest_of,
+    is_folder,
+    leave_record,
+    located,
+    size_of,
+    total,
+)
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
-from unicron_lightning.checkpoints.records import leave_record
 from unicron_lightning.checkpoints.saving import SaveFolder
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.strategies.session import FitPassed, Session
 from unicron_lightning.strategies.state import join_state
-from unicron_lightning.worker.checkpoint_files import HashingFile, OpenCheckpoint, digest_of, located, size_of, total
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement, LeaderAction, unpack_parts

@@ -1,25 +1,41 @@
 """States of a task in its agents' memory: staged at step boundaries, and restored in a new life.
 
 Staging never fails a step: an error is a warning and an event. At a restore each worker checks the copies in its own
-agent's memory, and the workers give each other, one by one, the parts that some of them lack. A version of which a part
-is missing or is not as it was staged is left, for the next one that the coordinator offers, or a checkpoint on disk.
+agent's memory, and the workers give each other the parts that some of them lack. A version of which a part is missing
+or is not as it was staged is left, for the next one that the coordinator offers, or a checkpoint on disk.
+
+A model that each worker holds as a whole is divided into shares of equal bytes. Of replicas with several workers, those
+of a shard stage a share each, and the first shard has the loops' state. Copies for other nodes come from the workers of
+the same shard there. If there are none, as in a single replica, a worker sends its part to one of another shard, over
+the connections of their replica.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 import msgspec
+from typing_extensions import override
 
 from unicron_lightning import wire
 from unicron_lightning.errors import UnicronError
+from unicron_lightning.replica.fabric import EpochPlace, run_released
+from unicron_lightning.replica.member import ReplicaMember
+from unicron_lightning.replica.peers import PeerGroup, exchange
 from unicron_lightning.shared_memory import verified
 from unicron_lightning.strategies.session import FitPassed
-from unicron_lightning.worker.operations import Agreement, unpack_parts
-from unicron_lightning.worker.staging import Staging
+from unicron_lightning.strategies.state import join_state
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes
+from unicron_lightning.worker.engine import Engine, World
+from unicron_lightning.worker.operations import Agreement, Indivisible, unpack_parts
+from unicron_lightning.worker.staging import StagedVersion, Staging
+from unicron_lightning.worker.state_parts import DividedState, SharePart, joined, staged_parts
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -29,23 +45,349 @@ logger = logging.getLogger(__name__)
 _ANSWER_SECONDS: Final = 10.0
 
 
-class _Found(msgspec.Struct):
-    """A worker's shard of the model, and its valid copies of a version."""
+class StateDivision:
+    """Divides the state of a model that each worker holds as a whole: its parts are shares of equal bytes.
 
-    worker: str
+    Args:
+        strategy: provides engine, session and state.
+    """
+
+    shards = 1
+    """Shards of the model."""
+    shard = 0
+    """This worker's shard."""
+    equal = True
+    """Whether the workers of a shard have equal states."""
+
+    def __init__(self, strategy: FaultTolerantStrategy) -> None:
+        self.strategy = strategy
+
+    def workers(self, world: World) -> Sequence[Sequence[int]]:
+        """Return the ranks of the workers of each shard, in the order of replicas."""
+        return [range(world.size)]
+
+    def plan(self, world: World, partners: int) -> tuple[SharePart, ...]:
+        """Return all parts of a version, in order."""
+        return staged_parts(self.workers(world), world.places, partners, equal=self.equal)
+
+    def divide(self, state: Callable[[], dict[str, Any]]) -> DividedState:
+        """Return this worker's state, given a function that returns that of a joiner.
+
+        Raises:
+            NotPlainData: it holds objects.
+        """
+        return DividedState.of(state())
+
+    def stage(self, staging: Staging, state: Callable[[], dict[str, Any]], partners: int) -> StagedVersion | None:
+        """Copy this worker's parts at a step boundary, together with all other members.
+
+        Returns:
+            Copies for the agent; None if another worker's failure has prevented them.
+
+        Raises:
+            OSError, MemoryError: there is not enough memory.
+            NotPlainData: the state holds objects.
+        """
+        engine = self.strategy.engine
+        plan = self.plan(engine.world, partners)
+        return staging.stage(self.divide(state), engine.step, engine.world, plan)
+
+    def joined(self, parts: Sequence[bytes]) -> dict[str, Any]:
+        """Return the state of this worker's shard, given its parts in order.
+
+        Raises:
+            ValueError: the bytes are not those of a state's parts.
+        """
+        state: dict[str, Any] = joined(parts)
+        return state
+
+    def refusal(self, version: wire.StateVersion) -> str | None:
+        """Return the reason why a version does not fit this task; the same on all members."""
+        return None
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Check the state of this worker's shard before it is restored.
+
+        Raises:
+            FitPassed: it belongs to another ``fit`` of the script.
+            LookupError: it is none.
+        """
+        self.strategy.session.check_fit(state["fit"])
+
+    def common(self, state: dict[str, Any]) -> bytes:
+        """Return the encoded part of the state of this worker's shard that all workers need; b"" for none."""
+        return b""
+
+    def restore(self, trainer: pl.Trainer, state: dict[str, Any], common: bytes) -> dict[str, Any]:
+        """Restore a checked state; return that of the loops, for `join_state.arrive`."""
+        return join_state.resume_from(trainer, state)
+
+
+class ReplicaDivision(StateDivision):
+    """Divides the state of a model that is spread over the workers of a replica.
+
+    Args:
+        strategy: provides engine, session and state.
+        member: returns this worker's shard and its connections, once a run has begun.
+    """
+
+    def __init__(self, strategy: FaultTolerantStrategy, member: Callable[[], ReplicaMember[Any, Any]]) -> None:
+        super().__init__(strategy)
+        self._member = member
+
+    @property
+    def shards(self) -> int:  # type: ignore[override]
+        """Shards of the model."""
+        return int(self._member().fabric.shape.shards)
+
+    @property
+    def shard(self) -> int:  # type: ignore[override]
+        """This worker's shard."""
+        return self._member().fabric.own_shard
+
+    @property
+    def place(self) -> EpochPlace:
+        """This worker's place among the replicas of the present epoch."""
+        place = self._member().fabric.place
+        assert place is not None and place.epoch == self.strategy.engine.world.epoch
+        return place
+
+    @override
+    def workers(self, world: World) -> Sequence[Sequence[int]]:
+        return [[replica.members[shard] for replica in self.place.layout.replicas] for shard in range(self.shards)]
+
+    @override
+    def divide(self, state: Callable[[], dict[str, Any]]) -> DividedState:
+        own = {"shard": self._member().model.plain_state(), "loops": state() if self.shard == 0 else None}
+        return replace(DividedState.of(own), layout=self._layout())
+
+    @override
+    def stage(self, staging: Staging, state: Callable[[], dict[str, Any]], partners: int) -> StagedVersion | None:
+        engine = self.strategy.engine
+        plan = self.plan(engine.world, partners)
+        if any(part.receivers for part in plan):
+            copies = PartnerCopies(self, staging, state, partners)
+            engine.run(copies)
+            if copies.error is not None:
+                raise copies.error
+            return copies.staged
+        if self.place.replica is None:
+            return None
+        return staging.stage(self.divide(state), engine.step, engine.world, plan)
+
+    def exchange(self, staged: StagedVersion, plan: Sequence[SharePart], rank: int) -> None:
+        """Send this worker's parts to their receivers, and receive those of others.
+
+        Raises:
+            CommunicatorAborted: a connection broke.
+        """
+        sent, received = [], []
+        for part in plan:
+            if part.holders[0] == rank:
+                sent += [(staged.view(part.number), *self._path(to), part.number) for to in part.receivers]
+            elif rank in part.receivers:
+                received.append((staged.view(part.number), *self._path(part.holders[0]), part.number))
+        run_released(lambda: exchange(sent, received))
+
+    def _path(self, rank: int) -> tuple[PeerGroup, int]:
+        """Return the connections to another worker of this replica or this shard, and its number there."""
+        channels, places = self._member().fabric.channels, self.place.layout.replicas
+        assert channels is not None
+        place, shard = next((at, each.members.index(rank)) for at, each in enumerate(places) if rank in each.members)
+        if place == self.place.replica:
+            return channels.inner[tuple(range(self.shards))], shard
+        assert shard == self.shard, "parts are sent within a replica, or within a shard"
+        return channels.same_shard, place
+
+    @override
+    def refusal(self, version: wire.StateVersion) -> str | None:
+        if version.layout != self._layout() or version.parts % self.shards:
+            return f"it is of another model, or of another number of shards than {self.shards}"
+        return None
+
+    @override
+    def check(self, state: Mapping[str, Any]) -> None:
+        if state["shard"]["shard"] != self.shard:
+            raise LookupError(f"found shard {state['shard']['shard']}, expected {self.shard}")
+        if self.shard == 0:
+            self.strategy.session.check_fit(state["loops"]["fit"])
+
+    @override
+    def common(self, state: dict[str, Any]) -> bytes:
+        return codec.encode(state["loops"]) if self.shard == 0 else b""
+
+    @override
+    def restore(self, trainer: pl.Trainer, state: dict[str, Any], common: bytes) -> dict[str, Any]:
+        loops = join_state.resume_from(trainer, codec.decode(common))
+        self.load(state, int(loops["checkpoint"]["global_step"]))
+        return loops
+
+    def load(self, state: dict[str, Any], step: int) -> None:
+        """Load the state of this worker's shard, as it was after so many optimizer steps."""
+        member = self._member()
+        member.model.load_plain(state["shard"])
+        member.fabric.at = step
+
+    def describe(self) -> list[Any]:
+        """Describe the whole model as plain data: the same on all workers."""
+        module = self.strategy.module
+        return [(name, str(each.dtype), list(each.shape)) for name, each in module.named_parameters()]
+
+    def _layout(self) -> str:
+        return hashlib.sha256(msgspec.json.encode([self.shards, self.describe()])).hexdigest()
+
+
+class PartnerCopies(Indivisible):
+    """The operation that stages a version of which workers send parts to each other.
+
+    A worker that cannot stage takes part all the same, and nothing is sent then.
+
+    Args:
+        division: of the model.
+        staging: this worker's.
+        state: returns the state of the loops.
+        partners: further copies of each part.
+
+    Attributes:
+        staged: this worker's parts, after the operation.
+        error: the reason why there are none.
+    """
+
+    name = "memory_checkpoint"
+
+    def __init__(
+        self, division: ReplicaDivision, staging: Staging, state: Callable[[], dict[str, Any]], partners: int
+    ) -> None:
+        self.staged: StagedVersion | None = None
+        self.error: OSError | MemoryError | UnicronError | None = None
+        self._division = division
+        self._staging = staging
+        self._state = state
+        self._partners = partners
+
+    def attempt(self, engine: Engine) -> bytes:
+        self.staged, self.error = None, None
+        world, rank = engine.world, engine.world.rank
+        plan = self._division.plan(world, self._partners)
+        divided, self.error = self._divided(rank, plan)
+        sizes = self._sizes(divided, rank, plan)
+        said = gather_bytes(engine.communicator, msgspec.json.encode(sizes), engine.tag(self.name))
+        known: dict[int, int] = {}
+        for each in said:
+            known.update(msgspec.json.decode(each, type=dict[int, int]))
+        incoming = {part.number: known.get(part.number, 0) for part in plan if rank in part.receivers}
+        staged = None
+        try:
+            if divided is not None:
+                staged = self._staging.stage(divided, engine.step, world, plan, incoming)
+        except (OSError, MemoryError) as error:
+            self.error = error
+        failed = b"" if self.error is None else b"failed"
+        if any(gather_bytes(engine.communicator, failed, engine.tag(f"{self.name} ready"))):
+            self.error = self.error or OSError("another worker could not stage its part")
+            return b""
+        engine.fault("partner_copies", engine.step)
+        if staged is not None:
+            self._division.exchange(staged, plan, rank)
+        self.staged = staged
+        return b""
+
+    def _divided(
+        self, rank: int, plan: Sequence[SharePart]
+    ) -> tuple[DividedState | None, OSError | MemoryError | UnicronError | None]:
+        """Return this worker's state, if it has a part, or the reason why it has none."""
+        try:
+            return (self._division.divide(self._state) if any(rank in part.holders for part in plan) else None), None
+        except UnicronError as error:
+            return None, error
+
+    def _sizes(self, divided: DividedState | None, rank: int, plan: Sequence[SharePart]) -> dict[int, int]:
+        """Return the bytes of each part that this worker sends."""
+        if divided is None:
+            return {}
+        own = [part for part in plan if part.holders[0] == rank and part.receivers]
+        return {part.number: divided.size(part.piece, part.pieces) for part in own}
+
+
+class _Found(msgspec.Struct):
+    """A worker's shard of the model, and the digests of its valid copies of a version."""
+
     shard: int
     digests: dict[int, str] = {}
 
 
-class _Checked(msgspec.Struct):
-    """Whether a worker has its shard's state, and whether that includes what all workers need."""
-
-    worker: str
-    complete: bool
-    gives: bool
+def _sources(views: Sequence[_Found], parts: int) -> list[int | None]:
+    """Return for each part the first rank that has a valid copy."""
+    return [next((rank for rank, view in enumerate(views) if part in view.digests), None) for part in range(parts)]
 
 
-_View = TypeVar("_View", _Found, _Checked)
+class CollectState(Indivisible):
+    """The operation that gives each worker the state of its shard from a version in the agents' memory.
+
+    The result is empty if a part is nowhere valid, or the state of a shard is not as it has to be. Otherwise a byte
+    precedes the encoded part of the state that all workers need.
+
+    Args:
+        division: of the model.
+        offer: the version.
+        own: digest and bytes of each valid part in the memory of this worker's agent.
+
+    Attributes:
+        state: of this worker's shard, after the operation.
+        reason: of a refusal by this worker.
+    """
+
+    def __init__(self, division: StateDivision, offer: wire.StateOffer, own: Mapping[int, tuple[str, bytes]]) -> None:
+        self.name = _name(offer)
+        self.state: dict[str, Any] | None = None
+        self.reason = ""
+        self._division = division
+        self._parts = offer.version.parts
+        self._own = own
+
+    def attempt(self, engine: Engine) -> bytes:
+        division, communicator, rank = self._division, engine.communicator, engine.world.rank
+        self.state, self.reason = None, ""
+        parts = self._collect(engine)
+        if parts is None:
+            return b""
+        try:
+            state = division.joined(parts)
+            division.check(state)
+            self.state = state
+        except (ValueError, LookupError, FitPassed) as error:
+            self.reason = str(error)
+        common = b"" if self.state is None else division.common(self.state)
+        view = b"" if self.state is None else b"gives" if common else b"has"
+        views = gather_bytes(communicator, view, engine.tag(f"{self.name} checked"))
+        if not all(views):
+            return b""
+        giver = next((number for number, each in enumerate(views) if each == b"gives"), None)
+        return b"+" + (
+            b"" if giver is None else broadcast_bytes(communicator, common if rank == giver else None, giver)
+        )
+
+    def _collect(self, engine: Engine) -> list[bytes] | None:
+        """Return all parts of this worker's shard, in order; None, on all ranks, if some part is nowhere valid."""
+        communicator, rank, shard = engine.communicator, engine.world.rank, self._division.shard
+        pieces = self._parts // self._division.shards
+        needed = range(shard * pieces, (shard + 1) * pieces)
+        own = _Found(shard=shard, digests={part: digest for part, (digest, _) in self._own.items()})
+        told = gather_bytes(communicator, msgspec.json.encode(own), engine.tag(self.name))
+        views = [msgspec.json.decode(each, type=_Found) for each in told]
+        sources = _sources(views, self._parts)
+        if missing := [part for part, source in enumerate(sources) if source is None]:
+            self.reason = f"no worker has a valid copy of the parts {missing}" if rank == 0 else ""
+            return None
+        parts = {part: data for part, (_, data) in self._own.items() if part in needed}
+        for part, source in enumerate(sources):
+            assert source is not None
+            known = {view.digests.get(part) for view in views if view.shard == part // pieces}
+            if len(known) > 1 or None in known:
+                data = broadcast_bytes(communicator, self._own[part][1] if rank == source else None, source)
+                if part in needed:
+                    parts[part] = data
+        return [parts[part] for part in needed]
 
 
 class StateMemory:
@@ -107,11 +449,9 @@ class StateMemory:
         given = session.control.held(_ANSWER_SECONDS)
         for offer in later:
             own = self._own(offer, given)
-            if self._strategy.parallelism.division.refusal(offer.version) is None:
-                _, sources = self._sources(f"{_name(offer)} later", offer, own)
-                if None not in sources:
-                    session.memory = session.memory[session.memory.index(offer) :]
-                    return True
+            if self._strategy.parallelism.division.refusal(offer.version) is None and self._is_there(offer, own):
+                session.memory = session.memory[session.memory.index(offer) :]
+                return True
         session.memory = tuple(offer for offer in session.memory if offer not in later)
         return False
 
@@ -135,16 +475,15 @@ class StateMemory:
             if (reason := division.refusal(offer.version)) is not None:
                 self._reject(offer, reason)
                 continue
-            parts = self._collect(offer, given)
-            if parts is None:
+            collected = CollectState(division, offer, self._own(offer, given))
+            found = strategy.engine.run(collected)
+            if not found:
+                if collected.reason:
+                    self._reject(offer, collected.reason)
                 continue
-            state = self._checked(offer, parts)
-            del parts
-            common = self._agreed(offer, state)
-            if state is None or common is None:
-                continue
+            assert collected.state is not None
             logger.warning("task_resumes_from_memory step=%d", step)
-            loops = division.restore(trainer, state, common)
+            loops = division.restore(trainer, collected.state, found[1:])
             if strategy.engine.world.rank == 0:
                 session.control.event("state_restored", tier="memory", step=step, holders=offer.holders)
             return loops
@@ -161,80 +500,12 @@ class StateMemory:
 
     # ---- restoring
 
-    def _checked(self, offer: wire.StateOffer, parts: Sequence[bytes]) -> dict[str, Any] | None:
-        """Return the state of this worker's shard; None if it is not as it has to be."""
-        division = self._strategy.parallelism.division
-        try:
-            state = division.joined(parts)
-            division.check(state)
-        except (ValueError, LookupError, FitPassed) as error:
-            self._reject(offer, str(error))
-            return None
-        return state
-
-    def _agreed(self, offer: wire.StateOffer, state: dict[str, Any] | None) -> bytes | None:
-        """Return the encoded part of the state that all workers need; None if a worker lacks its own."""
-        division = self._strategy.parallelism.division
-        common = b"" if state is None else division.common(state)
-        own = _Checked(worker=self._worker, complete=state is not None, gives=bool(common))
-        while True:
-            views = self._views(f"{_name(offer)} checked", own, _Checked)
-            if not all(view.complete for view in views):
-                return None
-            giver = next((view.worker for view in views if view.gives), None)
-            if giver is None:
-                return b""
-            found = self._given(f"{_name(offer)} common", common if giver == self._worker else b"")
-            if found is not None:  # otherwise that worker has died meanwhile
-                return found
-
-    def _collect(self, offer: wire.StateOffer, given: wire.StateGiven | None) -> list[bytes] | None:
-        """Return all parts of this worker's shard, in order; None, on all ranks, if some part is nowhere valid."""
-        division, name = self._strategy.parallelism.division, _name(offer)
-        own = self._own(offer, given)
-        pieces = offer.version.parts // division.shards
-        needed = range(division.shard * pieces, (division.shard + 1) * pieces)
-        parts = {part: data for part, (_, data) in own.items() if part in needed}
-        while True:
-            views, sources = self._sources(name, offer, own)
-            if None in sources:
-                if self._strategy.engine.world.rank == 0:
-                    missing = [part for part, source in enumerate(sources) if source is None]
-                    self._reject(offer, f"no worker has a valid copy of the parts {missing}")
-                return None
-            for part, source in enumerate(sources):
-                known = {view.digests.get(part) for view in views if view.shard == part // pieces}
-                if len(known) > 1 or None in known:
-                    data = self._given(f"{name} part {part}", own[part][1] if source == self._worker else b"")
-                    if data is not None and part in needed:
-                        parts[part] = data
-            if self._all(f"{name} received", len(parts) == pieces):  # otherwise a worker has died meanwhile
-                return [parts[part] for part in needed]
-
-    def _sources(
-        self, name: str, offer: wire.StateOffer, own: dict[int, tuple[str, bytes]]
-    ) -> tuple[list[_Found], list[str | None]]:
-        """Return the copies of all workers, and for each part a worker that has a valid one."""
-        digests = {part: digest for part, (digest, _) in own.items()}
-        shard = self._strategy.parallelism.division.shard
-        views = self._views(name, _Found(worker=self._worker, shard=shard, digests=digests), _Found)
-        parts = range(offer.version.parts)
-        return views, [next((view.worker for view in views if part in view.digests), None) for part in parts]
-
-    def _views(self, name: str, own: _View, kind: type[_View]) -> list[_View]:
-        """Return the descriptions of all workers, in rank order."""
-        said = self._strategy.engine.run(Agreement(name, lambda rank: msgspec.json.encode(own)))
-        return [msgspec.json.decode(each, type=kind) for each in unpack_parts(said)]
-
-    def _all(self, name: str, value: bool) -> bool:
-        """Whether a value is true on all workers."""
-        said = self._strategy.engine.run(Agreement(name, lambda rank: b"yes" if value else b"no"))
-        return all(each == b"yes" for each in unpack_parts(said))
-
-    def _given(self, name: str, data: bytes) -> bytes | None:
-        """Return the bytes that one of the workers gives to all; None if it has died."""
-        said = self._strategy.engine.run(Agreement(name, lambda rank: data))
-        return next((each for each in unpack_parts(said) if each), None)
+    def _is_there(self, offer: wire.StateOffer, own: Mapping[int, tuple[str, bytes]]) -> bool:
+        """Whether some worker has a valid copy of each part of a version; the same on all."""
+        view = _Found(shard=0, digests={part: digest for part, (digest, _) in own.items()})
+        operation = Agreement(f"{_name(offer)} later", lambda rank: msgspec.json.encode(view))
+        views = [msgspec.json.decode(each, type=_Found) for each in unpack_parts(self._strategy.engine.run(operation))]
+        return None not in _sources(views, offer.version.parts)
 
     def _own(self, offer: wire.StateOffer, given: wire.StateGiven | None) -> dict[int, tuple[str, bytes]]:
         """Return digest and bytes of each valid part in this worker's agent's memory.

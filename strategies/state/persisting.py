@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from unicron_lightning.checkpoints.client import IN_FLIGHT, WriterProcess
+from unicron_lightning.checkpoints.files import located
 from unicron_lightning.checkpoints.messages import HOLDERS_LOST, WriteVersion
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint, part_writers, saved_bytes, stage
 from unicron_lightning.errors import ConfigError, UnicronError
-from unicron_lightning.worker.checkpoint_files import located
-from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
+from unicron_lightning.shared_memory import MemoryPool, PooledMemory
 from unicron_lightning.worker.operations import Agreement, unpack_parts
 from unicron_lightning.worker.state_parts import Place, holders
 

@@ -13,7 +13,7 @@ from agent.torchrun import Cluster, command_line, workers_of
 
 from unicron_lightning import environ
 from unicron_lightning.agent.workers.forked import PARENT
-from unicron_lightning.checkpoints.records import leave_record, record_path
+from unicron_lightning.checkpoints.files import leave_record, record_path
 from unicron_lightning.local_cluster.processes import kill, lives, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]

@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning.callbacks import UnicronCheckpoint
+from unicron_lightning.checkpoints.files import is_folder
 from unicron_lightning.checkpoints.index import read_checkpoint
-from unicron_lightning.checkpoints.names import is_folder
 from unicron_lightning.checkpoints.pieces import stage
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.local_cluster.processes import until

@@ -20,11 +20,10 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from unicron_lightning.checkpoints import version
 from unicron_lightning.checkpoints.client import WriterProcess
+from unicron_lightning.checkpoints.files import REST, digest_of, is_folder
 from unicron_lightning.checkpoints.index import read_checkpoint
 from unicron_lightning.checkpoints.messages import VersionFailed, VersionOver, VersionWritten, WriteVersion
-from unicron_lightning.checkpoints.names import is_folder
 from unicron_lightning.checkpoints.pieces import (
     HeldCheckpoint,
     IndexEntry,
@@ -36,10 +35,9 @@ from unicron_lightning.checkpoints.pieces import (
     stage,
 )
 from unicron_lightning.checkpoints.storage import storage_of
-from unicron_lightning.checkpoints.version import Versions, WritingVersion
+from unicron_lightning.checkpoints.writer import Versions, WritingVersion
 from unicron_lightning.local_cluster.processes import until
-from unicron_lightning.worker.checkpoint_files import REST, digest_of
-from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
+from unicron_lightning.shared_memory import MemoryPool, PooledMemory
 from unicron_lightning.worker.state_parts import holders
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*to load in a single process")
@@ -231,7 +229,7 @@ def test_without_a_holder_the_version_is_abandoned_and_the_one_before_stays(grou
 def test_a_version_whose_holders_of_a_part_are_gone_fails_before_its_time_limit(
     group_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(version, "_LOST_SECONDS", 0.2)
+    monkeypatch.setattr("unicron_lightning.checkpoints.writer._LOST_SECONDS", 0.2)
     group = group_of(["a", "b", "c"], seconds=1000.0)
     holders = group.versions[0].order.holders[1]
     group.versions[0].gone(holders[:1])
@@ -341,7 +339,7 @@ def test_a_holder_of_a_copy_waits_at_the_end_for_the_newest_version_and_writes_i
     buffers += memories
     writer.add(order, [mmap.mmap(each.descriptor, 0) for each in memories])
     assert not writer.advance()
-    monkeypatch.setattr(version, "BEGIN_SECONDS", 0.0)
+    monkeypatch.setattr("unicron_lightning.checkpoints.writer.BEGIN_SECONDS", 0.0)
     assert writer.advance() == [VersionOver(number=3)], "the first one still lives, and has removed it itself"
     for each in buffers:
         each.release()

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from unicron_lightning.checkpoints.files import digest_of
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.checkpoints.saving import SaveFolder
 from unicron_lightning.fsdp import folder
@@ -32,7 +33,6 @@ from unicron_lightning.fsdp.folder import (
 )
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, shard_mesh, with_local_shard
 from unicron_lightning.fsdp.model import FsdpShard
-from unicron_lightning.worker.checkpoint_files import digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

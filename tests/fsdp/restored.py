@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning import UnicronFSDPStrategy, UnicronStrategy, wire
 from unicron_lightning.callbacks import UnicronCheckpoint
+from unicron_lightning.checkpoints.files import digest_of
 from unicron_lightning.fsdp.mesh import local_shard
 from unicron_lightning.strategies import membership
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.checkpoint_files import digest_of
 
 SAVED = 4
 WAYS = ("ckpt_path", "itself")

@@ -15,7 +15,7 @@ from system.cluster import Cluster
 from system.test_beside import writer_of
 from torch.distributed import checkpoint as dcp
 
-from unicron_lightning.worker.checkpoint_files import digest_of
+from unicron_lightning.checkpoints.files import digest_of
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 

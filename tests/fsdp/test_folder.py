@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
+from unicron_lightning.checkpoints.files import REST as REST_FILE
+from unicron_lightning.checkpoints.files import is_folder
 from unicron_lightning.checkpoints.index import read_rest
-from unicron_lightning.checkpoints.names import is_folder
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp import folder
 from unicron_lightning.fsdp.export import export_checkpoint
-from unicron_lightning.worker.checkpoint_files import REST as REST_FILE
 
 if TYPE_CHECKING:
     from worlds.client import Worlds

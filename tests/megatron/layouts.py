@@ -11,17 +11,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from unicron_lightning.checkpoints.files import digest_of
 from unicron_lightning.checkpoints.messages import VersionWritten, WriteVersion
 from unicron_lightning.checkpoints.pieces import part_writers, saved_bytes, stage
 from unicron_lightning.checkpoints.storage import storage_of
-from unicron_lightning.checkpoints.version import WritingVersion
+from unicron_lightning.checkpoints.writer import WritingVersion
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron import checkpoint, shim, toy
 from unicron_lightning.megatron.sharded import ShardedOptimizer
-from unicron_lightning.replica.mirror import ROWS, Stored
-from unicron_lightning.replica.shards import Holding
-from unicron_lightning.worker.checkpoint_files import digest_of
-from unicron_lightning.worker.memory_pool import MemoryPool
+from unicron_lightning.replica.mirror import ROWS, Holding, Stored
+from unicron_lightning.shared_memory import MemoryPool
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -134,13 +134,18 @@ class Remembered(pl.Callback):
         if self.data:
             state, shard = codec.decode(self.data), _shard(trainer)
             join_state.receive(trainer, state["whole"])
-            shard.load_plain(state["shard"], [], SAVED)
+            shard.load_plain(state["shard"])
+            if shard.keeper is not None:
+                shard.keeper.load_plain([state["shard"]["optimizer"]], SAVED)
             pl_module.found = pl_module.state()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *others: Any) -> None:
         strategy: Any = trainer.strategy
         if trainer.global_step == SAVED and not self.data:
-            shard = _shard(trainer).plain_state(0)
+            model = _shard(trainer)
+            shard = model.plain_state()
+            if model.keeper is not None:
+                shard["optimizer"] = model.keeper.plain_state()
             self.data = codec.encode({"whole": strategy._membership.state(trainer), "shard": shard})
             self.state = trainer.lightning_module.state()
 

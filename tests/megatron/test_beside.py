@@ -16,7 +16,7 @@ from system.megatron import MODEL, SCRIPT, ZERO1, notes, wait_replicas
 from system.test_beside import writer_of
 from torch.distributed import checkpoint as dcp
 
-from unicron_lightning.worker.checkpoint_files import digest_of
+from unicron_lightning.checkpoints.files import digest_of
 
 pytest.importorskip("megatron.core.package_info")
 

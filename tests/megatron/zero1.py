@@ -171,7 +171,7 @@ def killed(rank: int, world: int, folder: Path, *, when: str, dying: list[int], 
     me.mirror.protect(found[0])
     norms = [me.training.step(number, MICRO_BATCHES) for number in range(found[0], found[0] + 2)]
     me.close()
-    return {"versions": found, "exact": exact, "gradients": gradients, "norms": norms, "bytes": me.mirror.host_bytes}
+    return {"versions": found, "exact": exact, "gradients": gradients, "norms": norms}
 
 
 def grown(rank: int, world: int, folder: Path, *, founders: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from unicron_lightning.replica.shards import Holding, Piece, missing, transfers, versions
+from unicron_lightning.replica.mirror import Holding, Piece, missing, transfers, versions
 from unicron_lightning.worker.state_parts import apart, following
 
 SIZES = (7, 1, 12)

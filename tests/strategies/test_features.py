@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from typing_extensions import override
 
 from unicron_lightning import wire
+from unicron_lightning.checkpoints.files import digest_of
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.unicron import UnicronStrategy
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.checkpoint_files import digest_of
 
 DEVICES = 2
 

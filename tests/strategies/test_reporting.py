@@ -9,7 +9,7 @@ import pytest
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.reporting import StepReports, report_exception, told_flops
-from unicron_lightning.strategies.state.divergence import Divergence
+from unicron_lightning.strategies.state.comparison import Divergence
 from unicron_lightning.worker.agreement import ParametersDiffer
 from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.engine import World

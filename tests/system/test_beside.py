@@ -14,10 +14,9 @@ from system.cluster import Cluster, Note, Notes
 from system.judge import Reference, check_exact
 from torch.distributed import checkpoint as dcp
 
+from unicron_lightning.checkpoints.files import digest_of, is_folder
 from unicron_lightning.checkpoints.index import read_checkpoint
-from unicron_lightning.checkpoints.names import is_folder
 from unicron_lightning.fsdp.export import export_checkpoint
-from unicron_lightning.worker.checkpoint_files import digest_of
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 

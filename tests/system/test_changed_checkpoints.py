@@ -11,7 +11,7 @@ import torch
 from system.cluster import Cluster
 from system.judge import Reference, check_exact
 
-from unicron_lightning.worker.checkpoint_files import digest_of
+from unicron_lightning.checkpoints.files import digest_of
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 

@@ -10,7 +10,7 @@ from typing import IO, cast
 import pytest
 import torch
 
-from unicron_lightning.worker.checkpoint_files import HashingFile, OpenCheckpoint, digest_of, total
+from unicron_lightning.checkpoints.files import HashingFile, OpenCheckpoint, digest_of, total
 
 LARGE = torch.arange(3_000_000, dtype=torch.float64)
 """24 MB: written in large pieces."""

@@ -18,9 +18,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
+from unicron_lightning.checkpoints.files import INDEX
 from unicron_lightning.checkpoints.index import _ALLOWED, StoredFolder, load_index
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.worker.checkpoint_files import INDEX
 
 PROGRAMS = 20_000
 ATTRIBUTES = (

@@ -42,7 +42,7 @@ from unicron_lightning.agent.workers.process_end import LastOutput, folder_of_lo
 from unicron_lightning.agent.workers.roster import Fencing, LocalWorker, Roster
 from unicron_lightning.agent.workers.slot_lock import SlotGate, SlotLock
 from unicron_lightning.agent.workers.supervisor import Exit, Supervisor, WatchedProcess
-from unicron_lightning.checkpoints.records import record_of
+from unicron_lightning.checkpoints.files import record_of
 from unicron_lightning.detection.exits import LEFT_EARLY
 from unicron_lightning.errors import ConfigError, SessionRefused, UnicronError
 from unicron_lightning.private_files import make_private, user_path

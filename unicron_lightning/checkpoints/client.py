@@ -32,7 +32,7 @@ from unicron_lightning.checkpoints.messages import (
     WritersGone,
     WriteVersion,
 )
-from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
+from unicron_lightning.shared_memory import MemoryPool, PooledMemory
 
 logger = logging.getLogger(__name__)
 
@@ -282,7 +282,7 @@ class WriterProcess:
 
     def _write_here(self) -> None:
         """Write the versions in this process: the run ends, and the writer has not started."""
-        from unicron_lightning.checkpoints.version import Versions  # takes half a second to import
+        from unicron_lightning.checkpoints.writer import Versions  # takes half a second to import
 
         self._stop(idle=True)
         writing = Versions()

@@ -30,11 +30,10 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from unicron_lightning.checkpoints.names import MODEL, OPTIMIZER, by_number
+from unicron_lightning.checkpoints.files import INDEX, MODEL, OPTIMIZER, REST, by_number
 from unicron_lightning.checkpoints.pieces import HeldTensor, IndexEntry
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.regular_files import open_stored
-from unicron_lightning.worker.checkpoint_files import INDEX, REST
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _SET: Final = frozenset(

@@ -56,7 +56,7 @@ class WriteVersion(msgspec.Struct, frozen=True, kw_only=True, tag="write"):
         objects: names of the objects that are in no part.
         places: path of each entry of the index in the nested state.
         seconds: time limit.
-        record: file for the record of the complete version (`checkpoints.records`); "": none.
+        record: file for the record of the complete version (`checkpoints.files`); "": none.
         step, fit: of the checkpoint.
         error: why this worker cannot write; it then only notifies the others.
     """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from unicron_lightning.checkpoints.files import total
 from unicron_lightning.checkpoints.pieces import (
     HeldCheckpoint,
     WrittenPart,
@@ -17,7 +18,6 @@ from unicron_lightning.checkpoints.pieces import (
     write_part,
 )
 from unicron_lightning.checkpoints.storage import FolderStorage
-from unicron_lightning.worker.checkpoint_files import total
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible

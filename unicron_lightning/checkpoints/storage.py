@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from unicron_lightning.checkpoints.files import INDEX, REST, HashingFile
 from unicron_lightning.regular_files import read_regular
-from unicron_lightning.worker.checkpoint_files import INDEX, REST, HashingFile
 
 DATA_SUFFIX: Final = ".distcp"
 """Of files with tensors, as torch's writer names them."""

@@ -12,11 +12,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from unicron_lightning.checkpoints.files import REST, is_folder
 from unicron_lightning.checkpoints.index import read_checkpoint
-from unicron_lightning.checkpoints.names import is_folder
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.regular_files import open_stored
-from unicron_lightning.worker.checkpoint_files import REST
 
 SAFETENSORS: Final = ".safetensors"
 OWN: Final = ("unicron_logged", "unicron_state")

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from unicron_lightning.checkpoints import names
+from unicron_lightning.checkpoints import files
+from unicron_lightning.checkpoints.files import MODEL, by_name, by_number
 from unicron_lightning.checkpoints.index import StoredFolder
-from unicron_lightning.checkpoints.names import MODEL
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint, HeldTensor
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.mesh import local_shard, with_local_shard
 
-OPTIMIZER: Final = names.OPTIMIZER + "0"
+OPTIMIZER: Final = files.OPTIMIZER + "0"
 
 
 def whole_parameters(module: nn.Module, shards: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
@@ -157,14 +157,14 @@ def load_optimizer_part(own: Mapping[str, Any], module: nn.Module, optimizer: Op
             "the checkpoint has other groups of the optimizer's parameters than the module: "
             f"{[group['params'] for group in groups]}, expected {expected}"
         )
-    load_optimizer(optimizer, names.by_number(own, expected), whole=False)
+    load_optimizer(optimizer, by_number(own, expected), whole=False)
 
 
 def _named(module: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """The state of a module and its optimizer, by names, as torch's `get_optimizer_state_dict` gives it."""
     state: dict[str, Any] = {MODEL: {name: each.detach() for name, each in module.state_dict(keep_vars=True).items()}}
     if optimizer is not None:
-        state[OPTIMIZER] = names.by_name(optimizer.state_dict(), _group_names(module, optimizer))
+        state[OPTIMIZER] = by_name(optimizer.state_dict(), _group_names(module, optimizer))
     return state
 
 

@@ -41,8 +41,7 @@ from unicron_lightning.checkpoints.index import StoredFolder
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint, HeldTensor, blocks, saved_bytes
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.sharded import FIELDS, ShardedOptimizer, initialize_state, parts_of
-from unicron_lightning.replica.mirror import ROWS, Stored
-from unicron_lightning.replica.shards import Piece
+from unicron_lightning.replica.mirror import ROWS, Piece, Stored
 
 _SHARDING: Final = "fully_reshardable"
 """Division of the distributed optimizer's state."""

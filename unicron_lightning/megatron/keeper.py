@@ -19,8 +19,18 @@ from unicron_lightning.megatron.gradients import MainGradients
 from unicron_lightning.megatron.sharded import ShardedOptimizer
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import run_released, start_anew
-from unicron_lightning.replica.mirror import ROWS, Mirror, Redundancy, Stored, assemble, cut
-from unicron_lightning.replica.shards import Holding, Piece, missing, transfers
+from unicron_lightning.replica.mirror import (
+    ROWS,
+    Holding,
+    Mirror,
+    Piece,
+    Redundancy,
+    Stored,
+    assemble,
+    cut,
+    missing,
+    transfers,
+)
 from unicron_lightning.worker.communication.communicator import gather_rows
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.state_parts import Place

@@ -189,11 +189,35 @@ class ShardModel:
         self.optimizer.reload_model_params()
 
     def state(self) -> bytes:
-        """Parameters, buffers and optimizer of this shard; only buffers if the keeper holds the rest."""
-        if self.keeper is not None:
-            return codec.encode({"tensors": [*self.module.buffers()]})
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        return codec.encode({"tensors": tensors, "optimizer": self.optimizer.state_dict()})
+        """Encode `plain_state`."""
+        return codec.encode(self.plain_state())
+
+    def load_state(self, data: bytes) -> None:
+        """Load the `state` of another worker of this shard."""
+        self.load_plain(codec.decode(data))
+
+    def plain_state(self) -> dict[str, Any]:
+        """Parameters, buffers and optimizer of this shard, as plain data that shares their memory; only buffers if the
+        keeper holds the rest.
+        """
+        tensors = [each.detach() for each in self._own()]
+        return {"tensors": tensors, **({} if self.keeper is not None else {"optimizer": self.optimizer.state_dict()})}
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether the tensors of a `plain_state` have the shapes of this worker's."""
+        return [each.shape for each in self._own()] == [each.shape for each in state["tensors"]]
+
+    def load_plain(self, state: Mapping[str, Any]) -> None:
+        """Load the `plain_state` of another worker of this shard, or of one in an earlier life."""
+        with torch.no_grad():
+            for tensor, value in zip(self._own(), state["tensors"], strict=True):
+                tensor.copy_(value)
+        if self.keeper is None:
+            self.optimizer.load_state_dict(state["optimizer"])
+
+    def _own(self) -> list[Tensor]:
+        """The module's tensors that the keeper does not hold."""
+        return [*([] if self.keeper is not None else self.module.parameters()), *self.module.buffers()]
 
     def kept(self) -> Iterator[Tensor]:
         """The optimizer's tensors, which change in updates only."""
@@ -206,55 +230,6 @@ class ShardModel:
     def tensors(self) -> Iterator[Tensor]:
         """Parameters, buffers and the optimizer's tensors."""
         yield from (*self.module.parameters(), *self.module.buffers(), *self.kept())
-
-    def load_state(self, data: bytes) -> None:
-        """Load the `state` of another worker of this shard."""
-        state = codec.decode(data)
-        with torch.no_grad():
-            parameters = [] if self.keeper is not None else self.module.parameters()
-            own = [*parameters, *self.module.buffers()]
-            for tensor, value in zip(own, state["tensors"], strict=True):
-                tensor.copy_(value)
-        if self.keeper is None:
-            self.optimizer.load_state_dict(state["optimizer"])
-
-    def plain_state(self, shard: int) -> dict[str, Any]:
-        """This worker's part of the model between two steps, as plain data that shares its memory.
-
-        With a keeper, the workers of a shard have different parts of the optimizer's state: see `ShardKeeper`.
-
-        Args:
-            shard: its number.
-        """
-        if self.keeper is not None:
-            return {"shard": shard, "tensors": [*self.module.buffers()], "optimizer": self.keeper.plain_state()}
-        tensors = [each.detach() for each in (*self.module.parameters(), *self.module.buffers())]
-        return {"shard": shard, "tensors": tensors, "optimizer": self.optimizer.state_dict()}
-
-    def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether the tensors of a `plain_state` have the shapes of this worker's."""
-        own = [*([] if self.keeper is not None else self.module.parameters()), *self.module.buffers()]
-        return [each.shape for each in own] == [each.shape for each in state["tensors"]]
-
-    def load_plain(self, state: Mapping[str, Any], others: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Load the `plain_state` of one or, with a keeper, of all workers of this shard; a collective then.
-
-        Args:
-            state: of one of them.
-            others: of the others.
-            step: optimizer steps done in it.
-
-        Raises:
-            CommunicatorAborted: a worker of this shard failed.
-        """
-        with torch.no_grad():
-            own = [*([] if self.keeper is not None else self.module.parameters()), *self.module.buffers()]
-            for tensor, value in zip(own, state["tensors"], strict=True):
-                tensor.copy_(value)
-        if self.keeper is None:
-            self.optimizer.load_state_dict(state["optimizer"])
-        else:
-            self.keeper.load_plain([each["optimizer"] for each in (state, *others)], step)
 
     def _roots(self) -> list[object]:
         return [self.ddp, self.optimizer, self.config]

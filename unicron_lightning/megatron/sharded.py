@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.replica.shards import Piece
+from unicron_lightning.replica.mirror import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -1,16 +1,23 @@
 """Redundant copies of optimizer shards in the host memory of data-parallel peers, and their restoration.
 
-After each optimizer step and before its commit (`protect`) a rank copies its shard into host memory and sends it to its
-holders. Every buffer exists twice, so that one of two successive versions is complete at any moment.
+With the distributed optimizer (ZeRO-1) each data-parallel rank of a stage owns a *shard*: ranges of the flattened
+parameters with their main values and moments. A *holding* is a copy of one shard after a number of optimizer steps, its
+*version*, in the host memory of its owner or of a rank that mirrors it. Shards do not depend on the group's size: a
+holding made among three ranks serves a group of two, or of four.
+
+After each optimizer step and before its commit (`Mirror.protect`) a rank copies its shard into host memory and sends it
+to its holders. Every buffer exists twice, so that one of two successive versions is complete at any moment. After a
+failure each member reports its holdings, and every member computes the same results from these reports: `versions`,
+`missing` and `transfers`, which are pure.
 
 **Guaranteed.** If no rank dies together with all holders of its shard, some version is complete on every stage
-(`survey`), and `restore` gives each member of the new group its exact shard of this version with the corresponding
-parameters. Versions are never mixed, wherever in a step the death was: in the reduce-scatter, the optimizer step, the
-gathering of parameters or the copies. As no rank commits a step before its copies are made, the version is the last
-committed one.
+(`Mirror.survey`), and `Mirror.restore` gives each member of the new group its exact shard of this version with the
+corresponding parameters. Versions are never mixed, wherever in a step the death was: in the reduce-scatter, the
+optimizer step, the gathering of parameters or the copies. As no rank commits a step before its copies are made, the
+version is the last committed one.
 
-Gradients accumulated so far (``main_grad``) are kept. After `restore`, call `protect` for the restored version: before,
-a second copy may not exist. If no version is complete (`ShardsLost`), only a checkpoint remains.
+Gradients accumulated so far (``main_grad``) are kept. After `Mirror.restore`, call `Mirror.protect` for the restored
+version: before, a second copy may not exist. If no version is complete (`ShardsLost`), only a checkpoint remains.
 
 **Cost.** Host memory: 24 bytes per element of a shard for its owner's copies, and as much again for each copy on
 others; during a recovery the new layout's beside the old one's. Traffic: 12 bytes per element, step and copy.
@@ -18,19 +25,144 @@ others; during a recovery the new layout's beside the old one's. Traffic: 12 byt
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
 from unicron_lightning.errors import ConfigError, UnicronError
-from unicron_lightning.replica import shards
-from unicron_lightning.replica.shards import Holding, Piece
 from unicron_lightning.worker.communication.communicator import Communicator, Handle, SoloCommunicator, gather_bytes
 from unicron_lightning.worker.state_parts import Place, apart, following
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Elements ``start`` to ``stop`` (excluded) of a flattened parameter.
+
+    Args:
+        parameter: its place in the order of the stage's parameters.
+    """
+
+    parameter: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy of a shard.
+
+    Args:
+        version: optimizer steps done when it was made.
+        pieces: its contents, in the order in which they are stored.
+    """
+
+    version: int
+    pieces: tuple[Piece, ...]
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """One range to be sent.
+
+    Args:
+        source, target: members.
+        holding: index of the source's holding.
+        piece: the range; it lies within one piece of that holding, and within one piece of the target's shard.
+    """
+
+    source: int
+    target: int
+    holding: int
+    piece: Piece
+
+
+def versions(held: Sequence[Sequence[Holding]], whole: Sequence[Piece]) -> tuple[int, ...]:
+    """The versions that can be restored without loss, newest first.
+
+    Args:
+        held: each member's holdings.
+        whole: all elements of the stage.
+    """
+    known = {holding.version for holdings in held for holding in holdings}
+    return tuple(sorted((version for version in known if not missing(version, held, whole)), reverse=True))
+
+
+def missing(version: int, held: Sequence[Sequence[Holding]], whole: Sequence[Piece]) -> tuple[Piece, ...]:
+    """The elements of ``whole`` that no holding of this version has."""
+    candidates = _by_parameter(version, held)
+    gaps: list[Piece] = []
+    for piece in whole:
+        position = piece.start
+        for _, _, other in sorted(candidates[piece.parameter], key=lambda item: item[2]):
+            if other.start > position:
+                gaps.append(Piece(piece.parameter, position, min(other.start, piece.stop)))
+            position = max(position, other.stop)
+            if position >= piece.stop:
+                break
+        if position < piece.stop:
+            gaps.append(Piece(piece.parameter, position, piece.stop))
+    return tuple(gap for gap in gaps if len(gap))
+
+
+def transfers(
+    version: int, held: Sequence[Sequence[Holding]], targets: Sequence[Sequence[Piece]]
+) -> tuple[Transfer, ...]:
+    """Transfers by which each target gets its shard, each element once.
+
+    A member takes elements from its own holdings if possible, otherwise from the member that sends least so far.
+
+    Args:
+        version: one of `versions`.
+        held: each member's holdings.
+        targets: each member's shard in the new layout.
+    """
+    candidates = _by_parameter(version, held)
+    load = [0] * len(held)
+    found = []
+    for target, pieces in enumerate(targets):
+        for piece in pieces:
+            for stretch in _cut(piece, candidates[piece.parameter]):
+                offers = [
+                    (member != target, load[member], member, index)
+                    for member, index, other in candidates[piece.parameter]
+                    if other.start <= stretch.start and stretch.stop <= other.stop
+                ]
+                assert offers, f"no member holds {stretch} of version {version}"
+                _, _, source, holding = min(offers)
+                if source != target:
+                    load[source] += len(stretch)
+                found.append(Transfer(source=source, target=target, holding=holding, piece=stretch))
+    return tuple(found)
+
+
+def _by_parameter(version: int, held: Sequence[Sequence[Holding]]) -> defaultdict[int, list[tuple[int, int, Piece]]]:
+    """(member, holding, piece) of all holdings of a version, by parameter."""
+    candidates: defaultdict[int, list[tuple[int, int, Piece]]] = defaultdict(list)
+    for member, holdings in enumerate(held):
+        for index, holding in enumerate(holdings):
+            if holding.version == version:
+                for piece in holding.pieces:
+                    candidates[piece.parameter].append((member, index, piece))
+    return candidates
+
+
+def _cut(piece: Piece, candidates: Iterable[tuple[int, int, Piece]]) -> Iterator[Piece]:
+    """The piece divided at the bounds of all candidates, so that each candidate has a part completely or not at all."""
+    bounds = {piece.start, piece.stop}
+    for _, _, other in candidates:
+        bounds |= {bound for bound in (other.start, other.stop) if piece.start < bound < piece.stop}
+    for start, stop in pairwise(sorted(bounds)):
+        yield Piece(piece.parameter, start, stop)
+
 
 ROWS = 3
 """Number of values kept for each element: `sharded.FIELDS`."""
@@ -238,12 +370,6 @@ class Mirror:
         if self._exchange is not None:
             self._exchange.abort(reason)
 
-    @property
-    def host_bytes(self) -> int:
-        """Memory of the present layout's buffers."""
-        slots = self._ring.slots if self._ring is not None else []
-        return sum(tensor.numel() * tensor.element_size() for slot in slots for tensor in (slot.own, *slot.kept))
-
     def pause(self) -> None:
         """Close the exchange because the group has ended; stored copies are kept."""
         self._leave("the group has changed")
@@ -270,7 +396,7 @@ class Mirror:
         self.pause()
         holdings = tuple(stored.holding for stored in self._stored)
         self._surveyed = self._gather(exchange, holdings)
-        return shards.versions([report.holdings for report in self._surveyed], self._optimizer.whole)
+        return versions([report.holdings for report in self._surveyed], self._optimizer.whole)
 
     def lost(self) -> str:
         """Description of the elements that the newest version of the last survey lacks; empty if it is complete."""
@@ -278,7 +404,7 @@ class Mirror:
         newest = max((holding.version for holdings in held for holding in holdings), default=None)
         if newest is None:
             return "no rank has a copy of any shard"
-        gaps = shards.missing(newest, held, self._optimizer.whole)
+        gaps = missing(newest, held, self._optimizer.whole)
         if not gaps:
             return ""
         names = sorted({self._optimizer.name(gap.parameter) for gap in gaps})
@@ -298,7 +424,7 @@ class Mirror:
         exchange = self._exchange
         assert exchange is not None, "call survey first"
         held = [report.holdings for report in self._surveyed]
-        if version not in shards.versions(held, self._optimizer.whole):
+        if version not in versions(held, self._optimizer.whole):
             raise ShardsLost(f"version {version} of the optimizer's state cannot be restored: {self.lost() or held}")
         steps = next(report.steps[version] for report in self._surveyed if version in report.steps)
         groups = {number: group for report in self._surveyed for number, group in report.groups.items()}
@@ -391,7 +517,7 @@ class Mirror:
         layouts: list[tuple[Piece, ...]],
     ) -> Tensor:
         """Fetch this member's shard of the new layout from all members' copies."""
-        found = shards.transfers(version, held, layouts)
+        found = transfers(version, held, layouts)
         rank, world = exchange.rank, exchange.world
         out = [item for item in found if item.source == rank]
         into = [item for item in found if item.target == rank]

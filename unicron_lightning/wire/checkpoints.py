@@ -21,7 +21,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     step: Count
     """Optimizer steps finished in it."""
     digest: Digest
-    """Digest of what was written: of the file, or of a folder's manifest (`worker.checkpoint_files`)."""
+    """Digest of what was written: of the file, or of a folder's manifest (`checkpoints.files`)."""
     life: Count
     """Life of the task in which it was written."""
     bytes: Count | None = None

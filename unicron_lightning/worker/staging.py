@@ -17,10 +17,9 @@ from typing import Final
 import torch
 
 from unicron_lightning import environ, wire
-from unicron_lightning.shared_memory import in_use, opened
+from unicron_lightning.shared_memory import MemoryPool, PooledMemory, in_use, opened
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import World
-from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 from unicron_lightning.worker.state_parts import DividedState, SharePart
 
 

@@ -18,7 +18,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
 from unicron_lightning.strategies.megatron.batches import StageBatches, StagePlaces, StageSteps, stage_batch
 from unicron_lightning.strategies.megatron.validation import StageEvaluation
-from unicron_lightning.strategies.state.divergence import Divergence
+from unicron_lightning.strategies.state.comparison import Divergence
 from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.report_sum import ReportSum
 

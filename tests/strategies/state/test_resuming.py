@@ -13,6 +13,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from unicron_lightning import wire
+from unicron_lightning.checkpoints.files import digest_of, located
 from unicron_lightning.strategies.state.checkpointing import (
     CheckpointsChanged,
     _agreed,
@@ -20,7 +21,6 @@ from unicron_lightning.strategies.state.checkpointing import (
     newest,
     write_checkpoint,
 )
-from unicron_lightning.worker.checkpoint_files import digest_of, located
 from unicron_lightning.worker.engine import Engine
 
 CONTENT = {"state_dict": {"x": torch.arange(300_000.0)}, "global_step": 3}

@@ -1,20 +1,32 @@
-"""SHA-256 of checkpoints: computed while they are written, and again before they are loaded.
+"""Files of checkpoints, without torch: their digests, their names, and the records of complete ones.
 
-The digest of a file is its SHA-256. That of a folder is the SHA-256 of its manifest: the output of sha256sum for all
-its files, sorted by name.
+The SHA-256 of a checkpoint is computed while it is written, and again before it is loaded. That of a folder is the
+SHA-256 of its manifest: the output of sha256sum for all its files, sorted by name.
+
+What completes a checkpoint leaves a record in the agent's private folder before it notifies anybody: a worker, or its
+writer, which outlives it. If all workers die or fail before their reports arrive, those of the next life find the
+records of their agents. A record has the digest, so that the checkpoint is checked as one that was reported. The agent
+reports the record of a worker that dies, since it may not run a worker of the next life at its start; what a writer
+completes later is found.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any, Final, cast
 
-from unicron_lightning.regular_files import open_stored
+import msgspec
+
+from unicron_lightning import wire
+from unicron_lightning.regular_files import open_stored, read_regular
+
+logger = logging.getLogger(__name__)
 
 INDEX: Final = ".metadata"
 """Name of the index in a folder of `torch.distributed.checkpoint`."""
@@ -185,3 +197,105 @@ def _digest(path: str) -> str:
 def located(path: Any) -> str:
     """Return a URL as it is, and a path as an absolute one."""
     return str(path) if "://" in str(path) else str(Path(cast(str, path)).absolute())
+
+
+MODEL: Final = "state_dict"
+OPTIMIZER: Final = "optimizer_"
+"""Followed by the number of the optimizer."""
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a checkpoint is a folder, or objects under a URL, in this format."""
+    if "://" in str(path):
+        import fsspec  # for URLs only
+
+        files, root = fsspec.core.url_to_fs(str(path))
+        return all(files.isfile(f"{root}/{name}") for name in (INDEX, REST))
+    return (Path(path) / INDEX).is_file() and (Path(path) / REST).is_file()
+
+
+def by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return an optimizer's state by parameters' names, from its `state_dict`.
+
+    Args:
+        state: by numbers.
+        names: of the parameters of each group.
+    """
+    flat = [name for group in names for name in group]
+    groups = [{**group, "params": list(own)} for group, own in zip(state["param_groups"], names, strict=True)]
+    return {"state": {flat[number]: values for number, values in state["state"].items()}, "param_groups": groups}
+
+
+def by_number(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return an optimizer's state as its `state_dict` has it, from one by names: the inverse of `by_name`.
+
+    Args:
+        state: by names.
+        names: of the parameters of each group, in the optimizer's order.
+    """
+    numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
+    groups = [
+        {**group, "params": [numbers[name] for name in own]}
+        for group, own in zip(state["param_groups"], names, strict=True)
+    ]
+    entries = {numbers[name]: values for name, values in state.get("state", {}).items()}
+    return {"state": entries, "param_groups": groups}
+
+
+_PREFIX: Final = "complete-"
+
+
+def record_path(folder: Path, pid: int | None = None) -> Path:
+    """Return where a worker (None: this one), and its writer, leave the record of their newest checkpoint.
+
+    Args:
+        folder: of the agent.
+        pid: the worker's process.
+    """
+    return folder / f"{_PREFIX}{os.getpid() if pid is None else pid}"
+
+
+def leave_record(place: Path, path: str, step: int, digest: str, fit: int) -> None:
+    """Leave the record of a complete checkpoint, in place of the one before.
+
+    Args:
+        place: of the record, see `record_path`.
+        path: of the checkpoint, or its URL.
+        step: optimizer steps finished in it.
+        digest: of the checkpoint.
+        fit: of the script, in which it was written.
+
+    Raises:
+        OSError: the folder is gone, or cannot be written to.
+    """
+    found = wire.Checkpoint(path=path, step=step, digest=digest, life=0, bytes=size_of(path), fit=fit)
+    partial = place.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(msgspec.json.encode(found))
+    partial.rename(place)
+
+
+def record_of(folder: Path, pid: int) -> wire.Checkpoint | None:
+    """Return the newest checkpoint that a worker of an agent has completed, unread; None without a record."""
+    try:
+        return msgspec.json.decode(read_regular(record_path(folder, pid)), type=wire.Checkpoint)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def left_records(folder: Path, reported: Sequence[wire.Checkpoint]) -> list[wire.Checkpoint]:
+    """Return the checkpoints in an agent's records that are newer than those reported, and as they were written."""
+    newest = min(map(age, reported), default=(0, 0))
+    found: list[wire.Checkpoint] = []
+    for place in folder.glob(f"{_PREFIX}*"):
+        try:
+            checkpoint = msgspec.json.decode(read_regular(place), type=wire.Checkpoint)
+            if age(checkpoint) < newest and checkpoint not in found and digest_of(checkpoint.path) == checkpoint.digest:
+                found.append(checkpoint)
+        except Exception as error:  # noqa: BLE001 - a storage's package raises errors of its own
+            logger.info("checkpoint_record_left_out record=%s reason=%s", place, error)
+    return sorted(found, key=age)
+
+
+def age(checkpoint: wire.Checkpoint) -> tuple[int, int]:
+    """Return a key by which checkpoints are sorted, newest first."""
+    return -checkpoint.fit, -checkpoint.step
