@@ -28,10 +28,9 @@ from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints
 from unicron_lightning.strategies.state.comparison import Divergence
 from unicron_lightning.strategies.state.memory import StateDivision
-from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import World
-from unicron_lightning.worker.rows import shares_of
+from unicron_lightning.worker.rows import Balance, shares_of
 from unicron_lightning.worker.step import GradientStep
 
 if TYPE_CHECKING:

@@ -41,8 +41,7 @@ from unicron_lightning.strategies.metrics.loggers import continue_files, continu
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype
 from unicron_lightning.strategies.metrics.sums import SumsLayout
 from unicron_lightning.strategies.parallelism import Parallelism
-from unicron_lightning.strategies.passes.loaders import Loaders, install_estimates
-from unicron_lightning.strategies.passes.script_loaders import loading
+from unicron_lightning.strategies.passes.loaders import Loaders, install_estimates, loading
 from unicron_lightning.strategies.reporting import RunLauncher, StepReports, report_exception, told_flops
 from unicron_lightning.strategies.schedule import Schedule, TimedValidation, declare
 from unicron_lightning.strategies.session import Session
@@ -52,7 +51,6 @@ from unicron_lightning.strategies.state.comparison import Comparison
 from unicron_lightning.strategies.state.memory import StateMemory
 from unicron_lightning.strategies.state.persisting import Persisting
 from unicron_lightning.strategies.stopping import Stopping, surround
-from unicron_lightning.strategies.watching import LIGHTNING_BACKWARD, watched
 from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.engine import Engine, World
 
@@ -299,7 +297,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         if self._shape is None:  # the script sets up a loop's data without a run
             return dataloader
         with loading(self.module.trainer, self._loads):
-            return self.loaders.wrap(self.module.trainer, dataloader, self._shape, self.seed)
+            return self.loaders.wrap(self.module.trainer, dataloader)
 
     def share(self, micro_batches: range) -> list[int]:
         """Return this rank's micro-batches of a step in the present world."""
@@ -363,12 +361,11 @@ class FaultTolerantStrategy(CollectingStrategy):
         self._last_batch = batch
 
     @override
-    @watched
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Pass the gradients, summed over the global batch, to the optimizer, with the usual hooks."""
         manual = self.parallelism.manual
         if self._is_by_hand:
-            return LIGHTNING_BACKWARD(self, closure_loss, optimizer, *args, **kwargs)
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         if manual is not None:
             return manual.backward(closure_loss, *args, **kwargs)
         self.persisting.settle()  # the optimizer's step follows

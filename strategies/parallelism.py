@@ -18,16 +18,16 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
-from unicron_lightning.data.combined_pass import CombinedPass
+from unicron_lightning.data.combined import CombinedPass
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
-from unicron_lightning.data.pass_loaders import EvaluationLoader, PassLoader
-from unicron_lightning.data.stream_pass import StreamPass
+from unicron_lightning.data.passes import EvaluationLoader
+from unicron_lightning.data.steps import PassLoader
 from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.passes.prediction import Predictions
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state.memory import StateDivision
-from unicron_lightning.worker.commit import CommittedStep
+from unicron_lightning.worker.commit import Step
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.rows import present
 
@@ -47,7 +47,7 @@ class FinishedStep:
         output: the output of ``training_step`` for Lightning's hooks.
     """
 
-    operation: CommittedStep
+    operation: Step[Any]
     loss: float | None
     calls: Sequence[LogCall]
     output: Any
@@ -87,9 +87,12 @@ class EvaluationRunner(Protocol):
     def begin_run(self, trainer: pl.Trainer) -> None:
         """Begin a trainer's run: replace the result collections of its evaluation loops."""
 
-    def loader(
-        self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape
-    ) -> EvaluationLoader | PassLoader | StreamPass: ...
+    def loader(self, trainer: pl.Trainer, loader: DataLoader[Any]) -> EvaluationLoader | PassLoader:
+        """Return the loader for the evaluation loop.
+
+        Raises:
+            ConfigError: its batches cannot be distributed.
+        """
 
     def together(self, combined: CombinedPass) -> EvaluationLoader:
         """Return the loader of several loaders that are read at once.

@@ -16,11 +16,11 @@ from unicron_lightning.detection.exceptions import describe
 from unicron_lightning.detection.exits import LEFT_EARLY
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.agreement import ParametersDiffer
-from unicron_lightning.worker.balance import Balance
-from unicron_lightning.worker.commit import CommittedStep
+from unicron_lightning.worker.commit import Step
 from unicron_lightning.worker.control.activity import BETWEEN
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.rows import Balance
 
 _FIRST_STEP: dict[wire.EpochKind, str] = {
     "init": "started",
@@ -54,7 +54,7 @@ class StepReports:
         """Newest reported epoch."""
         self._finite = True
 
-    def finished(self, engine: Engine, operation: CommittedStep, loss: float | None, num_samples: int) -> None:
+    def finished(self, engine: Engine, operation: Step[Any], loss: float | None, num_samples: int) -> None:
         """Count the step, report progress, and log an event if it is the first of its epoch.
 
         Args:

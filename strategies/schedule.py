@@ -22,9 +22,10 @@ from typing_extensions import override
 
 from unicron_lightning import environ
 from unicron_lightning.copying import OfProcess
-from unicron_lightning.data.combined_loader import CombinedSteps
-from unicron_lightning.data.loader import InPlace, StepLoader
+from unicron_lightning.data.combined import CombinedSteps
+from unicron_lightning.data.loader import InPlace
 from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.steps import StepLoader
 from unicron_lightning.errors import ConfigError
 
 Rounds = tuple[tuple[int, int], ...]
@@ -104,7 +105,7 @@ class Schedule:
             shape: of the steps.
             sampled: a loader on whose sampler Lightning sets the epoch.
         """
-        if shape.schedule or (isinstance(loader, StepLoader) and loader.varies):
+        if shape.schedule or (isinstance(loader, StepLoader) and loader.steps.varies):
             if self.val_check_interval is not None:  # Lightning compares it with the length of this data epoch
                 epoch: Any = trainer.fit_loop.epoch_progress.current
                 trainer.val_check_interval = shape.of(epoch.processed).steps(self.val_check_interval)

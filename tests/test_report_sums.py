@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from unicron_lightning import wire
 from unicron_lightning.wire.report_sums import lengths_of, numbers_of, summed
-from unicron_lightning.worker.report_sum import ReportSum
+from unicron_lightning.worker.rows import ReportSum
 
 numbers = st.sets(st.integers(0, 60)).map(sorted)
 reports = st.fixed_dictionaries({}, optional={"finished": numbers, "reduced": st.sets(st.integers(0, 8)).map(sorted)})

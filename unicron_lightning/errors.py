@@ -22,7 +22,7 @@
     ├── ShapesDiffer (strategies.collectives)  tensors to be gathered cannot be stacked
     ├── CollectiveRefused (strategies.process_group)  the default process group does not have a collective
     ├── MembersChanged (strategies.process_group)  members changed during a collective with one part per member
-    ├── StreamChanged (data.stream_reader)  an iterable data set that is read again has fewer batches than before
+    ├── StreamChanged (data.streams)        an iterable data set that is read again has fewer batches than before
     ├── SweepJobFailed (launcher.launch)    a job of a Hydra sweep failed
     ├── ShardsLost (megatron.mirror)        optimizer shards were lost with all their copies
     ├── StateLost (megatron.layout)         no replica can be formed that has the newest state of every shard

@@ -21,8 +21,8 @@ from unicron_lightning.strategies.metrics.sums import AllUsed, StepSums
 from unicron_lightning.strategies.micro_batch import Effects, MicroBatches
 from unicron_lightning.strategies.parallelism import FinishedStep
 from unicron_lightning.strategies.state.comparison import Divergence
-from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import FlatBucket
+from unicron_lightning.worker.rows import Balance
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel

@@ -10,10 +10,10 @@ from typing_extensions import override
 
 from unicron_lightning.data.order import check_loader
 from unicron_lightning.data.seeding import place_seed, seed_all
-from unicron_lightning.replica.evaluation import ReplicaEvaluation
+from unicron_lightning.replica.step import ReplicaEvaluation
 from unicron_lightning.strategies.fsdp.steps import ReplicaRows
 from unicron_lightning.strategies.micro_batch import UNCOUNTED
-from unicron_lightning.strategies.passes.global_passes import GlobalPasses, PassBatch
+from unicron_lightning.strategies.passes.evaluation import GlobalPasses, PassBatch
 from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import logging
 import signal
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 import torch
@@ -15,20 +15,28 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.utils import get_model_config
+from torch import nn
 
+from unicron_lightning import wire
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.grid import Shape
-from unicron_lightning.megatron.model import ShardModel
-from unicron_lightning.megatron.world import build_world, enter_world, leave_world
+from unicron_lightning.megatron.model import ShardModel, sequence_length
+from unicron_lightning.megatron.world import build_world, current_groups, enter_world, leave_world
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.megatron.batches import StageSteps
-from unicron_lightning.strategies.megatron.building import build_shard
 from unicron_lightning.strategies.megatron.checkpoints import GridCheckpoints, GridDivision
-from unicron_lightning.strategies.megatron.checks import check_megatron_trainer
+from unicron_lightning.strategies.megatron.checks import (
+    check_megatron_config,
+    check_megatron_layout,
+    check_megatron_trainer,
+    find_megatron_module,
+)
 from unicron_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_scheduler, split_configuration
 from unicron_lightning.strategies.megatron.validation import StageEvaluation
 from unicron_lightning.strategies.parallelism import Parallelism
@@ -221,3 +229,100 @@ def _keep_to_itself(trainer: pl.Trainer) -> None:
 
 def _nothing() -> None:
     """Replace the broadcast."""
+
+
+def build_shard(
+    module: pl.LightningModule,
+    ddp: DistributedDataParallelConfig,
+    optimizer: OptimizerConfig,
+    fabric: ReplicaFabric[Shape],
+    *,
+    micro_batches: int,
+    length: int | None,
+    redundancy: Redundancy | None,
+) -> ShardModel:
+    """Wrap the model built by ``configure_model``, and report its shape to the fabric.
+
+    Args:
+        module: the user's module.
+        ddp: Megatron's configuration of its data parallelism.
+        optimizer: Megatron's configuration of its optimizer.
+        fabric: provides the layout.
+        micro_batches: M.
+        length: length of the tensors between pipeline stages; None: the model's longest sequence.
+        redundancy: redundancy of the optimizer's shards.
+
+    Raises:
+        ConfigError: for settings that cannot be recovered exactly, and a model for another layout.
+    """
+    model, grid = find_megatron_module(module), fabric.shape
+    config = get_model_config(model)
+    check_megatron_config(config, ddp, optimizer)
+    check_megatron_layout(config, grid)
+    length = length or sequence_length(model)
+    shard = ShardModel(
+        model,
+        ddp,
+        optimizer,
+        replicas=grid.replicas,
+        sequence_length=length,
+        groups=current_groups(),
+        redundancy=redundancy,
+    )
+    fabric.built = True
+    fabric.spread = spread_of(
+        config, model, grid, ordered=fabric.ordered, micro_batches=micro_batches, sequence_length=length
+    )
+    return shard
+
+
+_STAGES_OF_THEIR_OWN: Final = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+"""Fields of Megatron's configuration by which layers are not divided evenly among stages."""
+
+
+def spread_of(
+    config: Any, module: nn.Module, shape: Shape, *, ordered: bool, micro_batches: int, sequence_length: int
+) -> wire.Spread:
+    """A model's layout, and its sizes that TP and PP have to divide: the coordinator refuses other orders in time.
+
+    A model may have further constraints; in a layout in which it cannot be built, its task's next life fails.
+
+    Args:
+        config: Megatron's `TransformerConfig`.
+        module: Megatron's model.
+        shape: the present one.
+        ordered: whether the coordinator ordered it.
+        micro_batches: M.
+        sequence_length: of the tensors that pipeline stages exchange.
+    """
+    tensor = {
+        name: getattr(config, name, None) for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size")
+    }
+    tensor["vocab_size"] = _vocabulary(module)
+    if getattr(config, "sequence_parallel", False):
+        tensor["sequence_length"] = sequence_length
+    evenly = not any(getattr(config, name, None) for name in _STAGES_OF_THEIR_OWN)
+    return wire.Spread(
+        layout=wire.Layout(tensor=shape.tensor, pipeline=shape.pipeline),
+        ordered=ordered,
+        workers=shape.shards * shape.replicas,
+        micro_batches=micro_batches,
+        tensor_divides={name: size for name, size in tensor.items() if size},
+        pipeline_divides={"num_layers": config.num_layers} if evenly else {},
+    )
+
+
+def _vocabulary(module: nn.Module) -> int | None:
+    """Rows of the embedding, if the model specifies them."""
+    inner: Any = module
+    while not hasattr(inner, "vocab_size"):
+        if not hasattr(inner, "module"):
+            return None
+        inner = inner.module
+    return int(inner.vocab_size)

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.replica.evaluation import ReplicaEvaluation
+from unicron_lightning.replica.step import ReplicaEvaluation
 from unicron_lightning.strategies.megatron.batches import StagePlaces, stage_batch
 from unicron_lightning.strategies.megatron.checks import check_validation_loader
-from unicron_lightning.strategies.passes.global_passes import GlobalPasses, PassBatch
+from unicron_lightning.strategies.passes.evaluation import GlobalPasses, PassBatch
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.megatron.parallel import MegatronParallel

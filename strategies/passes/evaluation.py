@@ -1,38 +1,46 @@
-"""Validation and test passes: own batches through Lightning's loop, lost ones at the end, equal results on all
-ranks.
+"""Validation and test passes, with equal results on all ranks.
+
+Of a model that each worker holds (`Passes`), a worker runs its batches through Lightning's loop, and lost ones at the
+end. Of a model that several workers hold together (`GlobalPasses`), one item of Lightning's loop is a global batch, as
+in training, and one operation of all members. Members report the values logged by their batches. They are reduced in
+the order of batches, and logged by all workers, so they do not depend on the distribution of the batches.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops import _EvaluationLoop
+from torch.utils.data import DataLoader
 
-from unicron_lightning.data.combined_pass import CombinedPass, passes_of
-from unicron_lightning.data.order import StepShape
-from unicron_lightning.data.pass_loaders import ENDS, EvaluationLoader
-from unicron_lightning.data.seeding import seeded
+from unicron_lightning.data.combined import CombinedPass
+from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.data.passes import EvaluationLoader, PassBatches
+from unicron_lightning.data.seeding import preserved, seeded
+from unicron_lightning.data.steps import PassLoader
+from unicron_lightning.data.streams import ENDS
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.replica.step import ReplicaEvaluation
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype, merge_calls
 from unicron_lightning.strategies.metrics.step_metrics import State, StepMetrics, merge_metric_states, set_common_aside
-from unicron_lightning.strategies.passes.loaders import order_seed
-from unicron_lightning.strategies.passes.script_loaders import evaluation_loops
+from unicron_lightning.strategies.passes.loaders import evaluation_loops, order_seed
 from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.evaluation import Evaluation
-from unicron_lightning.worker.operations import unpack_parts
-from unicron_lightning.worker.report_sum import ReportSum
+from unicron_lightning.worker.operations import Evaluation, unpack_parts
+from unicron_lightning.worker.rows import ReportSum
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
-
 
 EVALUATION: Final = 5
 """Distinguishes the random state of evaluations from that of training, at the same place."""
@@ -74,15 +82,17 @@ class Passes:
                 False, self._strategy.reduce, self.epoch_metrics, lambda: trainer.sanity_checking, dtype
             )
 
-    def loader(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape) -> EvaluationLoader:
-        batches = self._strategy.loaders.pass_batches(loader, self._strategy.seed, order_seed())
-        return EvaluationLoader(loader, batches, shape.devices, self.begin, self.start_batch)
+    def loader(self, trainer: pl.Trainer, loader: DataLoader[Any]) -> EvaluationLoader:
+        return self._made(loader, self._strategy.loaders.pass_batches(loader, self._strategy.seed, order_seed()))
 
     def together(self, combined: CombinedPass) -> EvaluationLoader:
         """Return the loader of several loaders that are read at once."""
         batches = self._strategy.loaders.combined_batches(combined)
         first, _ = combined.parts[0].opened()
-        return EvaluationLoader(first, batches, self._strategy.shape.devices, self.begin, self.start_batch)
+        return self._made(first, batches)
+
+    def _made(self, loader: DataLoader[Any], batches: PassBatches) -> EvaluationLoader:
+        return EvaluationLoader(loader, batches, self._strategy.shape.devices, self.begin, self.start_batch)
 
     def step(self, run: Callable[[], Any], args: Sequence[Any]) -> Any:
         """Run a batch, with random numbers that depend on its place only, whichever rank runs it."""
@@ -114,7 +124,11 @@ class Passes:
         self._engine.activity.enter("validation")
         loop = active_evaluation(self._trainer)
         assert loop._combined_loader is not None
-        loaders = passes_of(loop._combined_loader, loop.max_batches)
+        combined = loop._combined_loader
+        if isinstance(combined, CombinedPass):
+            loaders = [(combined.whole, combined.most)]
+        else:
+            loaders = list(zip(combined.flattened, loop.max_batches, strict=True))
         place, most = next((i, most) for i, (other, most) in enumerate(loaders) if other is loader)
         epoch: Any = self._trainer.fit_loop.epoch_progress.current
         loader.begin(epoch.processed, most)  # shuffled as Lightning's samplers
@@ -264,3 +278,133 @@ def _encode(current: _Pass, module: torch.nn.Module) -> bytes:
     batches = sorted(number for number in current.loader.finished if number < ENDS)
     calls = {number: [call.plain() for call in current.calls.get(number, [])] for number in batches}
     return codec.encode({"calls": calls, "metrics": StepMetrics(module).states()})
+
+
+class GlobalPasses(ABC):
+    """Passes over global batches; implements `EvaluationRunner`.
+
+    Args:
+        strategy: the strategy that they belong to.
+    """
+
+    def __init__(self, strategy: FaultTolerantStrategy) -> None:
+        self._strategy = strategy
+
+    @abstractmethod
+    def check_data(self, loader: DataLoader[Any]) -> None:
+        """Refuse a loader.
+
+        Raises:
+            ConfigError: its batches cannot be distributed.
+        """
+
+    @abstractmethod
+    def operation(self, batch: PassBatch) -> ReplicaEvaluation:
+        """Return the operation that runs a global batch."""
+
+    def begin_run(self, trainer: pl.Trainer) -> None:
+        dtype = logged_dtype(self._strategy.precision_plugin)
+        for loop in evaluation_loops(trainer):
+            loop._results = RecordingResults(False, self._strategy.reduce, dtype=dtype)
+
+    def loader(self, trainer: pl.Trainer, loader: DataLoader[Any]) -> PassLoader:
+        self.check_data(loader)
+        most = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
+        return self._strategy.loaders.global_pass(trainer, loader, most)
+
+    def together(self, combined: CombinedPass) -> NoReturn:
+        """Refuse loaders that are read at once.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"CombinedLoader(mode={combined.mode!r}) in an evaluation; {self._strategy.strategy_name} evaluates one "
+            'loader after the other: expected mode="sequential", a list or a dict of loaders'
+        )
+
+    def step(self, run: Callable[[], Any], args: Sequence[Any]) -> None:
+        """Run a global batch of the pass, forward only, and log its results."""
+        strategy = self._strategy
+        batch, *where = args
+        if not isinstance(batch, GlobalBatch):
+            raise ConfigError(
+                f"a validation batch is a {type(batch).__qualname__} of several loaders; {strategy.strategy_name} runs "
+                'them one after another: give a list of DataLoaders, or CombinedLoader(..., mode="sequential")'
+            )
+        if not strategy.engine.has_state:
+            return  # a joiner before its first fit: the members have its batches
+        strategy.engine.activity.enter("validation")
+        item = PassBatch(strategy, batch, where)
+        # Parameters are gathered into normal tensors, as in training, and a failure may change them.
+        with strategy.collectives.refused(item.method), preserved(), torch.inference_mode(False), torch.no_grad():
+            item.log(unpack_parts(strategy.engine.run(self.operation(item))))
+
+
+class PassBatch:
+    """One global batch of a pass.
+
+    Args:
+        strategy: provides module and results.
+        batch: locates the samples.
+        where: the other arguments of ``validation_step``: Lightning's batch index, and that of the loader.
+
+    Attributes:
+        batch, where: as above.
+        loader: index of the loader.
+        method: name of the module's step.
+        calls: values logged by each micro-batch that has been run here.
+        metrics: the module's metric objects, which record their states by micro-batch.
+    """
+
+    def __init__(self, strategy: FaultTolerantStrategy, batch: GlobalBatch, where: Sequence[int]) -> None:
+        self.batch = batch
+        self.where = where
+        self.loader = where[1] if len(where) > 1 else 0
+        self.method = "test_step" if strategy.trainer.testing else "validation_step"
+        self.calls: dict[int, list[LogCall]] = {}
+        self.metrics = StepMetrics(strategy.module)
+        self.metrics.begin()
+        self._strategy = strategy
+        results = active_evaluation(strategy.trainer)._results
+        assert isinstance(results, RecordingResults)
+        self._results = results
+
+    def run(self, data: Any) -> Any:
+        """Run the module's step; return its output."""
+        return getattr(self._strategy.module, self.method)(data, *self.where)
+
+    def place(self, number: int) -> tuple[int, int, int, int]:
+        """Place of a micro-batch, which decides its random state."""
+        number += self.batch.step * self._strategy.shape.micro_batches
+        return EVALUATION, self.batch.epoch, self.loader, number
+
+    def recording(self, data: Any) -> AbstractContextManager[list[LogCall]]:
+        """Record the values that are logged for a micro-batch."""
+        return self._results.recording(data)
+
+    def results(self, numbers: Iterable[int]) -> bytes:
+        """Encode the values logged by some micro-batches, and the states of metric objects; with ends of streams."""
+        recorded, ends = self.metrics.recorded, self.batch.ends
+        logged = {
+            number: [[call.plain() for call in self.calls[number]], recorded.get(number, {})] for number in numbers
+        }
+        return codec.encode([logged, {} if ends is None else ends.found])
+
+    def log(self, parts: Sequence[bytes]) -> None:
+        """Log the values of all micro-batches, reduced over them."""
+        logged: dict[int, Any] = {}
+        found: dict[int, int] = {}
+        for part in parts:
+            results, ends = codec.decode(part)
+            logged.update(results)
+            found.update(ends)
+        if self.batch.ends is not None:
+            self.batch.ends.agree([{"ends": found, "states": {}}])
+        assert sorted(logged) == list(self.batch.micro_batches), "each batch counts once"
+        self.metrics.commit({number: states for number, (_, states) in logged.items()})
+        calls = [LogCall.from_plain(call) for number in sorted(logged) for call in logged[number][0]]
+        # As after a step's first logged value: otherwise a later value would count as the pass's first.
+        self._strategy.trainer._logger_connector._current_fx = self.method
+        for call in merge_calls(calls):
+            self._results.replay(call, self._strategy.module, self._strategy.root_device)

@@ -1,4 +1,9 @@
-"""The user's data loaders, wrapped for training, evaluation and prediction."""
+"""The user's data loaders, wrapped for training, evaluation and prediction.
+
+Lightning's loops iterate over the strategy's loaders, and each iteration is a step or a pass of the task.
+``trainer.val_dataloaders`` and similar properties return the loader that Lightning would have made under ddp instead
+(`ordinary`): a callback may iterate over it, or read its attributes, without any effect on training.
+"""
 
 from __future__ import annotations
 
@@ -11,41 +16,49 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource, _worker_check
+from lightning.pytorch.loops import _EvaluationLoop
+from lightning.pytorch.trainer.connectors.data_connector import (
+    _DataLoaderSource,
+    _get_distributed_sampler,
+    _worker_check,
+)
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _shutdown_workers_and_reset_iterator
+from lightning.pytorch.utilities.data import _is_dataloader_shuffled, _update_dataloader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import override
 
 from unicron_lightning import environ
-from unicron_lightning.data.combined_loader import Combined, CombinedSteps, PartLoader
-from unicron_lightning.data.combined_pass import CombinedPass
-from unicron_lightning.data.combined_streams import CombinedOpener
+from unicron_lightning.data.combined import Combined, CombinedOpener, CombinedPass, CombinedSteps, PartLoader
 from unicron_lightning.data.fetch import Fetcher
-from unicron_lightning.data.loader import GlobalBatch, IndexedSteps, Numbered, StepLoader, TrainingLoader
+from unicron_lightning.data.loader import GlobalBatch, InPlace
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
-from unicron_lightning.data.pass_loaders import EvaluationLoader, IndexedBatches, PassBatches, PassLoader
+from unicron_lightning.data.passes import EvaluationLoader, IndexedBatches, PassBatches, StreamBatches
 from unicron_lightning.data.seeding import seeded
 from unicron_lightning.data.sources import Batches, as_loader
-from unicron_lightning.data.stream_batches import StreamBatches
-from unicron_lightning.data.stream_loader import SingleReading, StreamLoader
-from unicron_lightning.data.stream_pass import StreamPass, most_of
-from unicron_lightning.data.stream_reader import StreamOpener
-from unicron_lightning.data.streams import StreamEnds, Streams
+from unicron_lightning.data.steps import (
+    IndexedSteps,
+    PassLoader,
+    SingleReading,
+    StepLoader,
+    StepPace,
+    Steps,
+    StreamPass,
+    StreamSteps,
+    indexed_pass,
+    most_of,
+)
+from unicron_lightning.data.streams import StreamEnds, StreamOpener, Streams
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, unwrapped
-from unicron_lightning.strategies.passes.script_loaders import (
-    evaluation_loops,
-    leave_ordinary,
-    ordinary,
-    show_ordinary,
-)
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import Agreement, unpack_parts
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
-
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +67,7 @@ _BEFORE_TRANSFER: Final = "_on_before_batch_transfer"
 _PREDICTION: Final = 6
 """Distinguishes the random state of predictions from others, at the same place."""
 
-Made = StepLoader | PartLoader | EvaluationLoader | PassLoader | StreamPass
+Made = StepLoader | PartLoader | EvaluationLoader | PassLoader
 
 
 class _BeforeTransfer:
@@ -114,7 +127,7 @@ class Loaders:
             source = loop._data_source
             loop._data_source = CombiningSource(source.instance, source.name, partial(self._combine_pass, trainer))
 
-    def wrap(self, trainer: pl.Trainer, users: object, shape: StepShape, seed: int) -> object:
+    def wrap(self, trainer: pl.Trainer, users: object) -> object:
         """Return the loader for the loop of the trainer's present stage, instead of the user's.
 
         Raises:
@@ -123,6 +136,7 @@ class Loaders:
         if isinstance(users, DataLoader):  # Lightning looks at what it gets, which is no `DataLoader`
             assert trainer.state.stage is not None
             _worker_check(trainer, users, f"{trainer.state.stage.dataloader_prefix}_dataloader")
+        shape, seed = self._strategy.shape, self._strategy.seed
         loader = as_loader(users, shape.devices, once=self._once)
         if self._once and isinstance(users, Iterator):
             self._note(users, trainer)
@@ -133,17 +147,17 @@ class Loaders:
         if combined is not None:
             if trainer.training:
                 self._strategy.parallelism.steps.check_data(loader)
-            made = PartLoader(loader, self._part_order(trainer, loader, shape), seed, once=self._once)
+            made = PartLoader(loader, self._part_order(trainer, loader), seed, once=self._once)
         elif trainer.training:
             self._strategy.parallelism.steps.check_data(loader)
-            made = self._training(trainer, loader, shape, seed)
+            made = StepLoader(loader, self._training(trainer, loader))
         elif trainer.predicting:
             if self._predictions is None:
                 self._predictions = self._strategy.parallelism.predictions(trainer, self._strategy.engine)
             loader = unwrapped(loader)
             made = PredictionLoader(loader, self.pass_batches(loader, seed, seed), shape.devices, self._predictions)
         else:
-            made = self._strategy.parallelism.evaluation.loader(trainer, loader, shape)
+            made = self._strategy.parallelism.evaluation.loader(trainer, loader)
         if not is_users or (trainer.predicting and not self._samples):
             made.ordinary = users
         elif self._samples and not isinstance(made, PassLoader) and not isinstance(loader.dataset, IterableDataset):
@@ -152,7 +166,7 @@ class Loaders:
             self._strategy.schedule.attend(trainer, made, shape, made)
         elif isinstance(combined, CombinedSteps) and users is combined.flattened[0]:
             self._strategy.schedule.attend(trainer, combined, shape, made)
-        if isinstance(made, EvaluationLoader | PassLoader | StreamPass):
+        if isinstance(made, EvaluationLoader | PassLoader):
             made.iterates = self._iterates
         made.taken = partial(show_ordinary, trainer)
         self._made.append(made)
@@ -166,10 +180,9 @@ class Loaders:
             seed: of augmentation and of streams' random state; equal on all members, also if the script's seeds differ.
             shuffle_seed: of the order of data with an index.
         """
-        shape = StepShape(devices=self._strategy.shape.devices, accumulation=1)
         if isinstance(loader.dataset, IterableDataset):
-            return StreamBatches(self._opener(loader, shape, seed), shape.devices, self._reading)
-        order = DataOrder(loader, shape, shuffle_seed)
+            return StreamBatches(self._opener(loader, seed), self._strategy.shape.devices, self._reading)
+        order = DataOrder(loader, self._rounds, shuffle_seed)
         return IndexedBatches(order, partial(Fetcher, loader, order, seed))
 
     def combined_batches(self, combined: CombinedPass) -> PassBatches:
@@ -179,6 +192,11 @@ class Loaders:
             return StreamBatches(opener, self._strategy.shape.devices, self._reading)
         order = combined.order()
         return IndexedBatches(order, partial(combined.fetchers, order))
+
+    @property
+    def _rounds(self) -> StepShape:
+        """Shape of the rounds over the declared devices."""
+        return StepShape(devices=self._strategy.shape.devices, accumulation=1)
 
     @property
     def _once(self) -> bool:
@@ -196,11 +214,17 @@ class Loaders:
             return self._combined
         return next((made for made in reversed(self._made) if isinstance(made, StepLoader)), None)
 
+    @property
+    def steps(self) -> Steps | None:
+        """The global batches of the present run's training data."""
+        training = self.training
+        training = training.whole if isinstance(training, CombinedSteps) else training
+        return None if training is None else training.steps
+
     def committed(self, trainer: pl.Trainer, batch: GlobalBatch) -> None:
         """Mark the last step of an epoch of streams, which is known after its commit, for Lightning."""
-        loader: Any = self.training
-        stream = loader.stream if isinstance(loader, CombinedSteps) else loader
-        if isinstance(stream, StreamLoader) and stream.is_last(batch):
+        steps = self.steps
+        if isinstance(steps, StreamSteps) and steps.is_last(batch):
             trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
 
     @contextmanager
@@ -213,10 +237,10 @@ class Loaders:
         set_up, known = loop.setup_data, []
 
         def estimate() -> None:
-            made = self.training
-            if isinstance(made, StreamLoader) and not isinstance(made, SingleReading):
+            steps = None if isinstance(self.training, CombinedSteps) else self.steps
+            if isinstance(steps, StreamSteps) and not isinstance(steps, SingleReading):
                 known.append(loop.max_batches)
-                loop.max_batches = min(loop.max_batches, made.expected_steps())
+                loop.max_batches = min(loop.max_batches, steps.expected())
 
         def set_up_and_estimate() -> None:
             set_up()
@@ -240,7 +264,7 @@ class Loaders:
     def end_passes(self) -> None:
         """Finish a validation: end worker processes that are not persistent."""
         for loader in self._made:
-            if isinstance(loader, PassLoader | EvaluationLoader | StreamPass):
+            if isinstance(loader, PassLoader | EvaluationLoader):
                 loader.end()
 
     def close(self) -> None:
@@ -248,8 +272,6 @@ class Loaders:
         for loader in self._made:
             loader.close()
             _shutdown_workers_and_reset_iterator(loader.ordinary)
-        if self._combined is not None:
-            self._combined.close()
         self._made = []
         if self._trainer is not None:
             vars(self._trainer.lightning_module).pop(_BEFORE_TRANSFER, None)
@@ -270,16 +292,14 @@ class Loaders:
         self._combined = None
         if len(several.flattened) == 0 or several.iterables is several.flattened[0]:
             return users
-        self._combined = CombinedSteps(
-            several, self._strategy.shape, partial(self._steps, trainer, None), partial(self._combined_stream, trainer)
-        )
+        self._combined = CombinedSteps(several, self._strategy.shape, partial(self._whole_steps, trainer))
         return self._combined
 
     def _combine_pass(self, trainer: pl.Trainer, users: Any) -> Any:
         """Return evaluation data as Lightning's loop is to get it: loaders that are read at once as one."""
         self._together = None
         if isinstance(users, CombinedLoader) and users._mode != "sequential":
-            self._together = CombinedPass(users, self._strategy.shape.devices, partial(self._whole_pass, trainer))
+            self._together = CombinedPass(users, self._rounds, partial(self._whole_pass, trainer))
         return users if self._together is None else self._together
 
     def _whole_pass(self, trainer: pl.Trainer, combined: CombinedPass) -> EvaluationLoader:
@@ -288,49 +308,60 @@ class Loaders:
         self._made.append(made)
         return made
 
-    def _steps(self, trainer: pl.Trainer, limit: int | None, order: Numbered) -> IndexedSteps:
-        boundary = partial(self._strategy.boundary, trainer)
-        return IndexedSteps(order, limit, partial(_position, trainer), self._strategy.share, boundary, self._ended)
+    def _whole_steps(self, trainer: pl.Trainer, combined: CombinedSteps) -> StepLoader:
+        most = combined.most
+        if combined.streams:
+            opener = self._combined_opener(combined, order_seed())
+            steps = self._streamed(trainer, opener, None if math.isinf(most) else int(most))
+            made = StepLoader(opener.loader, steps)
+        else:
+            order = combined.order(most)
+            first, _ = combined.parts[0].opened()
+            made = StepLoader(first, IndexedSteps(order, partial(combined.fetchers, order), self._pace(trainer)))
+        made.taken = partial(show_ordinary, trainer)
+        self._made.append(made)
+        return made
 
-    def _ended(self) -> None:
-        self._strategy.engine.activity.enter("epoch_end")
+    def _pace(self, trainer: pl.Trainer) -> StepPace:
+        """Return the pace of training."""
+        strategy, activity = self._strategy, self._strategy.engine.activity
+        return StepPace(
+            position=partial(_position, trainer),
+            share=strategy.share,
+            boundary=partial(strategy.boundary, trainer),
+            ended=partial(activity.enter, "epoch_end"),
+        )
 
     def _order(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape) -> DataOrder:
         """Return the order of training data, shuffled as under ddp; a sequence of batches keeps its own."""
         shuffle = self._strategy.parallelism.shuffles and self._samples and not trainer.overfit_batches  # type: ignore[attr-defined]
         return DataOrder(loader, shape, order_seed(), shuffle and not isinstance(loader.dataset, Batches))
 
-    def _part_order(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape) -> DataOrder | None:
+    def _part_order(self, trainer: pl.Trainer, loader: DataLoader[Any]) -> DataOrder | None:
         """Return the order of one of several loaders that are read at once; None for a stream."""
         if isinstance(loader.dataset, IterableDataset):
             return None
-        rounds = StepShape(devices=shape.devices, accumulation=1)
+        rounds = self._rounds
         return self._order(trainer, loader, rounds) if trainer.training else DataOrder(loader, rounds, order_seed())
 
-    def _training(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape, seed: int) -> StepLoader:
+    def _training(self, trainer: pl.Trainer, loader: DataLoader[Any]) -> Steps:
+        strategy = self._strategy
         limit = trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else None
         if isinstance(loader.dataset, IterableDataset):
-            return self._stream(trainer, self._opener(loader, shape, order_seed()), shape, limit)
-        order = self._order(trainer, loader, shape)
-        return TrainingLoader(loader, order, seed, self._steps(trainer, limit, order))
+            return self._streamed(trainer, self._opener(loader, order_seed()), limit)
+        order = self._order(trainer, loader, strategy.shape)
+        most = math.inf if limit is None else limit
+        return IndexedSteps(order, partial(Fetcher, loader, order, strategy.seed), self._pace(trainer), lambda: most)
 
-    def _combined_stream(self, trainer: pl.Trainer, combined: CombinedSteps) -> StreamLoader:
-        """Return the loader of several loaders that are read as streams."""
-        most, shape = combined.most, self._strategy.shape
-        opener = self._combined_opener(combined, order_seed())
-        made = self._stream(trainer, opener, shape, None if math.isinf(most) else int(most))
-        self._made.append(made)
-        return made
-
-    def _combined_opener(self, combined: Combined, seed: int) -> CombinedOpener:
+    def _combined_opener(self, combined: Combined[Any], seed: int) -> CombinedOpener:
         devices = self._strategy.shape.devices
         seen_as = partial(self._strategy.seen_as, size=devices)
         parts = [part.opened() for part in combined.parts]
         return CombinedOpener(parts, combined.mode, combined.structure, devices, seed, seen_as, once=self._once)
 
-    def _stream(self, trainer: pl.Trainer, opener: StreamOpener, shape: StepShape, limit: int | None) -> StreamLoader:
+    def _streamed(self, trainer: pl.Trainer, opener: StreamOpener, limit: int | None) -> StreamSteps:
+        """Return the steps of streams in training."""
         strategy = self._strategy
-        ends = strategy.agreed.streams
 
         def fetcher() -> Any:
             return trainer.fit_loop._data_fetcher
@@ -342,63 +373,57 @@ class Loaders:
         def last() -> None:
             fetcher().done = True
 
-        streams = Streams(opener, shape, ends, one_size=strategy.parallelism.one_size)
-        made = partial(SingleReading, length=opener.length, last=last) if opener.once else StreamLoader
-        return made(
-            opener.loader,
-            shape,
-            streams,
-            ends,
-            limit=limit,
-            position=partial(_position, trainer),
-            share=strategy.share,
-            own=strategy.parallelism.own,
-            boundary=partial(strategy.boundary, trainer),
-            agree=self._agree,
-            begins=begins,
-            reading=self._reading,
-        )
+        streams = Streams(opener, strategy.shape, strategy.agreed.streams, one_size=strategy.parallelism.one_size)
+        made = partial(SingleReading, last=last) if opener.once else StreamSteps
+        return made(streams, self._pace(trainer), limit=limit, begins=begins, **self._agreed)
 
-    def stream_pass(self, trainer: pl.Trainer, loader: DataLoader[Any], limit: int | float) -> StreamPass:
-        """Return a loader of an evaluation over streams, for workers that hold the model together.
+    def global_pass(self, trainer: pl.Trainer, loader: DataLoader[Any], limit: int | float) -> PassLoader:
+        """Return a loader of an evaluation in global batches, for workers that hold the model together.
 
         Args:
             trainer: runs it.
             loader: the user's.
-            limit: Lightning's: largest number of batches of each stream, or a fraction of them.
+            limit: Lightning's: largest number of batches of each device, or a fraction of them.
         """
-        strategy, ends = self._strategy, StreamEnds()
+        strategy = self._strategy
         # All data epochs have global batches of one size, as their number is Lightning's limit.
         shape = StepShape(devices=strategy.shape.devices, accumulation=strategy.shape.accumulation)
-        opener = self._opener(loader, shape, strategy.seed)
-        one_size = strategy.parallelism.one_size
+        share, one_size = strategy.share, strategy.parallelism.one_size
 
-        def most() -> float:
-            return min(most_of(limit, opener.length(), shape), _sanity_limit(trainer))
+        def epoch() -> int:
+            return trainer.current_epoch
 
-        return StreamPass(
-            loader,
-            shape,
-            Streams(opener, shape, ends, one_size=one_size, sets_epoch=False),
-            ends,
-            most=most,
-            epoch=lambda: trainer.current_epoch,
+        if not isinstance(loader.dataset, IterableDataset):
+            most = limit if isinstance(limit, int) else math.inf
+            return indexed_pass(loader, shape, strategy.seed, most, partial(_sanity_limit, trainer), share, epoch)
+        opener = self._opener(loader, strategy.seed)
+        steps = partial(
+            StreamPass,
+            Streams(opener, shape, StreamEnds(), one_size=one_size, sets_epoch=False),
+            most=lambda: min(most_of(limit, opener.length(), shape), _sanity_limit(trainer)),
             takes_part=lambda: strategy.engine.has_state,
-            share=strategy.share,
-            own=strategy.parallelism.own,
-            agree=self._agree,
-            reading=self._reading,
-            length=opener.length,
+            **self._agreed,
         )
+
+        def length() -> int | None:
+            number = opener.length()
+            return None if number is None else shape.steps(number)
+
+        return PassLoader(loader, steps, share, epoch, length)
+
+    @property
+    def _agreed(self) -> dict[str, Any]:
+        """How the steps of streams become known to all ranks."""
+        return {"own": self._strategy.parallelism.own, "agree": self._agree, "reading": self._reading}
 
     def _agree(self, look: Callable[[], dict[int, int]]) -> dict[int, int]:
         """Return the ends that any rank has found by a look into its streams."""
         parts = self._strategy.engine.run(Agreement("ends of streams", lambda rank: codec.encode(look())))
         return {stream: end for part in unpack_parts(parts) for stream, end in codec.decode(part).items()}
 
-    def _opener(self, loader: DataLoader[Any], shape: StepShape, seed: int) -> StreamOpener:
-        seen_as = partial(self._strategy.seen_as, size=shape.devices)
-        return StreamOpener(loader, shape.devices, seed, seen_as, once=self._once)
+    def _opener(self, loader: DataLoader[Any], seed: int) -> StreamOpener:
+        devices = self._strategy.shape.devices
+        return StreamOpener(loader, devices, seed, partial(self._strategy.seen_as, size=devices), once=self._once)
 
     def _reading(self) -> AbstractContextManager[None]:
         return self._strategy.engine.activity.during("data")
@@ -406,7 +431,7 @@ class Loaders:
     def _iterates(self) -> None:
         """Give the streams of evaluations a bound as their length, as Lightning has begun to iterate."""
         for loader in self._made:
-            if isinstance(loader, EvaluationLoader | StreamPass):
+            if isinstance(loader, EvaluationLoader | PassLoader):
                 loader.unbounded = True
 
 
@@ -473,3 +498,77 @@ def estimated_steps(trainer: pl.Trainer) -> float:
 def install_estimates() -> None:
     """Have trainers give this estimate, wherever a script asks for it."""
     pl.Trainer.estimated_stepping_batches = property(estimated_steps, doc=_LIGHTNINGS.__doc__)  # type: ignore[method-assign,assignment]
+
+
+_STAGES: Final = {
+    "train": RunningStage.TRAINING,
+    "val": RunningStage.VALIDATING,
+    "test": RunningStage.TESTING,
+    "predict": RunningStage.PREDICTING,
+}
+"""By the prefix of their methods for data."""
+
+
+def ordinary(trainer: pl.Trainer, loader: DataLoader[Any], devices: int, rank: int) -> DataLoader[Any]:
+    """Return the loader of one device of the declared world, as under ddp; the user's own if that can't be made.
+
+    Args:
+        trainer: provides the present stage.
+        loader: the user's loader.
+        devices: devices of the declared world.
+        rank: this worker's rank when the loader is made.
+    """
+    if isinstance(loader.sampler, DistributedSampler):
+        return loader
+    stage = trainer.state.stage
+    assert stage is not None
+    overfits: float = trainer.overfit_batches  # type: ignore[attr-defined]
+    shuffled = stage == RunningStage.TRAINING or _is_dataloader_shuffled(loader)
+    try:
+        sampler = _get_distributed_sampler(loader, shuffled, overfits, stage, num_replicas=devices, rank=rank % devices)
+        made: DataLoader[Any] = _update_dataloader(loader, sampler, mode=stage)
+    except (MisconfigurationException, TypeError, AssertionError):  # unknown arguments; fewer samples than devices
+        return loader
+    return made
+
+
+@contextmanager
+def loading(trainer: pl.Trainer, prefix: str) -> Iterator[None]:
+    """Inside, the trainer is in the stage whose data is loaded: searches load validation data while they train.
+
+    Args:
+        trainer: of the run.
+        prefix: of the stage's method, such as ``val``; "" if unknown.
+    """
+    before = trainer.state.stage
+    if before is not None and before.dataloader_prefix != prefix in _STAGES:
+        trainer.state.stage = _STAGES[prefix]
+    try:
+        yield
+    finally:
+        trainer.state.stage = before
+
+
+def evaluation_loops(trainer: pl.Trainer) -> tuple[_EvaluationLoop, ...]:
+    """Return all loops of a trainer that run validations or tests."""
+    return trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop
+
+
+def leave_ordinary(trainer: pl.Trainer) -> None:
+    """Leave the ordinary loaders of the training data to the loop after a run: its state has none of the strategy's."""
+    combined: CombinedLoader | None = trainer.fit_loop._combined_loader
+    if combined is not None:
+        leaves = [each.ordinary if isinstance(each, InPlace) else each for each in combined.flattened]
+        made = CombinedLoader(tree_unflatten(leaves, combined._spec), combined._mode)
+        made.limits = combined.limits
+        trainer.fit_loop._combined_loader = made
+
+
+def show_ordinary(trainer: pl.Trainer) -> None:
+    """Make the trainer's properties return the ordinary loaders, while its loops keep those of the strategy."""
+    loops: tuple[Any, ...] = trainer.fit_loop, *evaluation_loops(trainer), trainer.predict_loop
+    for loop in loops:
+        combined: CombinedLoader | None = loop._combined_loader
+        if combined is not None:
+            leaves = [each.ordinary if isinstance(each, InPlace) else each for each in combined.flattened]
+            combined._iterables = tree_unflatten(leaves, combined._spec)

@@ -23,10 +23,11 @@ from lightning.pytorch.utilities.types import _PREDICT_OUTPUT
 from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.copying import OfProcess
-from unicron_lightning.data.pass_loaders import ENDS, EvaluationLoader, PassBatches
+from unicron_lightning.data.passes import EvaluationLoader, PassBatches
+from unicron_lightning.data.streams import ENDS
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.evaluation import Evaluation
-from unicron_lightning.worker.report_sum import Report, ReportSum
+from unicron_lightning.worker.operations import Evaluation
+from unicron_lightning.worker.rows import Report, ReportSum
 
 PART: Final = 2 * ENDS
 """Distance between the numbers of two loaders."""

@@ -18,17 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unicron_lightning import __version__
-from unicron_lightning.data.combined_loader import CombinedSteps
-from unicron_lightning.data.loader import IndexedSteps, StepLoader, TrainingLoader
-from unicron_lightning.data.stream_loader import StreamLoader
+from unicron_lightning.data.combined import CombinedSteps
+from unicron_lightning.data.steps import IndexedSteps, StepLoader, StreamSteps
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.replica.step import ReplicaStep
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import check_agreement, check_parameters, digest
+from unicron_lightning.worker.commit import Step
 from unicron_lightning.worker.digest import NO_DIGEST, StateDigest, part_of, parts_of
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement, unpack_parts
-from unicron_lightning.worker.step import GradientStep
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -150,16 +148,16 @@ def describe_data(loader: StepLoader | CombinedSteps) -> dict[str, str]:
     """Describe length and order of the training data, by the first step and a later one that is equal on all
     workers; of a stream, by its first batch.
     """
-    stream = loader.stream if isinstance(loader, CombinedSteps) else loader
-    if isinstance(stream, StreamLoader):
-        return {"data order": f"digest of the first batch {digest([_content(stream.first())])}"}
-    assert isinstance(loader, TrainingLoader | CombinedSteps)
-    steps = loader.steps.number(0)
+    read = (loader.whole if isinstance(loader, CombinedSteps) else loader).steps
+    if isinstance(read, StreamSteps):
+        return {"data order": f"digest of the first batch {digest([_content(read.first())])}"}
+    assert isinstance(read, IndexedSteps)
+    steps = read.number(0)
     later = random.Random(steps).randrange(steps) if steps else 0
-    orders = [(step, loader.steps.samples(step)) for step in dict.fromkeys((0, later)) if step < steps]
+    orders = [(step, read.samples(step)) for step in dict.fromkeys((0, later)) if step < steps]
     datasets = [part.dataset for part in (loader.flattened if isinstance(loader, CombinedSteps) else [loader])]
     return {
-        "data length": f"{' + '.join(map(_length, datasets))} samples, {steps} steps an epoch{_schedule(loader.steps)}",
+        "data length": f"{' + '.join(map(_length, datasets))} samples, {steps} steps an epoch{_schedule(read)}",
         "data order": f"digest of the samples of steps {[step for step, _ in orders]} {digest(orders)}",
     }
 
@@ -265,7 +263,7 @@ class Divergence:
             return False
         return whole or (engine.step > 0 and engine.step % self._every == 0)
 
-    def check(self, operation: GradientStep | ReplicaStep[Any], engine: Engine) -> None:
+    def check(self, operation: Step[Any], engine: Engine) -> None:
         """Raise `ParametersDiffer` on the workers that must exit after a committed step."""
         world = engine.world
         check_parameters(operation.difference, world.rank, world.nodes, engine.step, stops=self._stops)

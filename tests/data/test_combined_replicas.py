@@ -18,11 +18,11 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils._pytree import tree_structure
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from unicron_lightning.data.combined_streams import CombinedOpener
+from unicron_lightning.data.combined import CombinedOpener
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.sources import same
-from unicron_lightning.data.stream_loader import StreamLoader
+from unicron_lightning.data.steps import StepLoader, StepPace, StreamSteps
 from unicron_lightning.data.streams import StreamEnds, Streams
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.step import CallReport, plan_calls
@@ -90,20 +90,14 @@ class Worker:
         opener = opener_of(loaders_of(task.lengths), task.mode, shape.devices)
         self.streams = Streams(opener, shape, self.ends, one_size=True)
         first = {stream: number for stream, number in enumerate(task.numbers) if number < shape.accumulation}
-        self.loader = StreamLoader(
-            opener.loader,
-            shape,
+        steps = StreamSteps(
             self.streams,
-            self.ends,
-            limit=None,
-            position=lambda: task.position,
-            share=lambda streams: [],
+            StepPace(position=lambda: task.position, share=lambda streams: []),
             own=list,
-            boundary=lambda: None,
             agree=lambda look: first,  # what all workers find together in the epoch's first step
-            begins=lambda: None,
             reading=contextlib.nullcontext,
         )
+        self.loader = StepLoader(opener.loader, steps)
         self.steps: Iterator[GlobalBatch] = iter(())
         self.batch: GlobalBatch | None = None
         self.opened: set[int] = set()

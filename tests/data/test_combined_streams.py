@@ -18,14 +18,12 @@ from torch.utils._pytree import tree_structure
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from unicron_lightning.data.combination import Combination, CombinedOrder
-from unicron_lightning.data.combined_streams import CombinedOpener
-from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.data.combined import CombinedOpener
+from unicron_lightning.data.order import CombinedOrder, DataOrder, StepShape
+from unicron_lightning.data.passes import StreamBatches
 from unicron_lightning.data.sources import Batches, as_loader, same
-from unicron_lightning.data.stream_batches import StreamBatches
 from unicron_lightning.data.streams import StreamEnds, Streams
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.worker.report_sum import ReportSum
 
 DEVICES, EPOCH = 2, 3
 SHAPE = StepShape(devices=DEVICES, accumulation=1)
@@ -160,7 +158,10 @@ def test_a_pass_of_streams_is_divided() -> None:
     opener = opener_of([numbers(6, batch_size=1), DataLoader(Stream(5, 2), batch_size=None)], "max_size")
     batches = StreamBatches(opener, DEVICES, contextlib.nullcontext)
     batches.begin(0, math.inf)
-    found = [batches.get(n) for rank in range(3) for n in batches.todo(ReportSum.nothing(3), rank, set())]
+    found = []
+    for rank in range(3):
+        batches.plan(frozenset(), rank, 3, set())
+        found += [batches.get(number) for number, _ in batches.rows()]
     assert sorted(int(own[0]) for own, _ in found if own is not None) == list(range(6))
     assert sorted(part[0] for _, part in found if part is not None) == [100, 100, 101, 101, 102, 103, 104]
 
@@ -215,9 +216,8 @@ def test_worker_processes_end_with_the_iterators_that_they_serve(persistent: boo
 def test_numbers_of_combined_batches() -> None:
     orders = [DataOrder(numbers(size), SHAPE, 0) for size in (12, 8)]
     for mode, size in (("min_size", 4), ("max_size", 6), ("max_size_cycle", 6)):
-        whole = Combination(mode=mode, sizes=(6, 4), most=math.inf)
-        order = CombinedOrder(orders, whole, StepShape(devices=DEVICES, accumulation=2))
-        assert order.num_micro_batches(0) == whole.num_micro_batches == size
-        assert Combination(mode=mode, sizes=(6, 4), most=3).num_micro_batches == 3
+        order = CombinedOrder(orders, mode, math.inf, StepShape(devices=DEVICES, accumulation=2))
+        assert order.num_micro_batches(0) == size
+        assert CombinedOrder(orders, mode, 3, SHAPE).num_micro_batches(0) == 3
         places = [order.place(1, number) for number in range(size)]
         assert all(one < other for one, other in pairwise(places)) and places[4:5] in ([], [(1, 1, 0)])

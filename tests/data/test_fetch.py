@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from unicron_lightning.data.fetch import Fetcher
-from unicron_lightning.data.loader import GlobalBatch, IndexedSteps, TrainingLoader
+from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import DataOrder, StepShape
-from unicron_lightning.data.pass_loaders import EvaluationLoader, IndexedBatches
-from unicron_lightning.worker.report_sum import ReportSum
-from unicron_lightning.worker.rows import share
+from unicron_lightning.data.passes import EvaluationLoader, IndexedBatches
+from unicron_lightning.data.steps import IndexedSteps, StepLoader, StepPace
+from unicron_lightning.worker.rows import ReportSum, share
 
 SHAPE = StepShape(devices=2, accumulation=2)
 
@@ -49,13 +49,13 @@ class World:
     def boundary(self) -> None:
         self.boundaries += 1
 
-    def loader(self, loader: DataLoader[Any], limit: int | None = None, seed: int = 1) -> TrainingLoader:
+    def loader(self, loader: DataLoader[Any], limit: float = math.inf) -> StepLoader:
         order = DataOrder(loader, SHAPE, 0)
-        steps = IndexedSteps(order, limit, lambda: (self.epoch, self.step), self.share, self.boundary)
-        return TrainingLoader(loader, order, seed, steps)
+        pace = StepPace(position=lambda: (self.epoch, self.step), share=self.share, boundary=self.boundary)
+        return StepLoader(loader, IndexedSteps(order, partial(Fetcher, loader, order, 1), pace, lambda: limit))
 
 
-def run(world: World, loader: TrainingLoader) -> Iterator[tuple[GlobalBatch, list[Any]]]:
+def run(world: World, loader: StepLoader) -> Iterator[tuple[GlobalBatch, list[Any]]]:
     """Run an epoch as the training loop does."""
     for batch in loader:
         yield batch, [batch.fetch(m) for m in world.share(batch.micro_batches)]

@@ -23,8 +23,7 @@ from unicron_lightning.data import streams
 from unicron_lightning.data.alone import as_only_process
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.sources import as_loader, same
-from unicron_lightning.data.stream_reader import StreamOpener
-from unicron_lightning.data.streams import StreamEnds, Streams
+from unicron_lightning.data.streams import StreamEnds, StreamOpener, Streams
 from unicron_lightning.errors import ConfigError
 
 SHAPE = StepShape(devices=3, accumulation=1)

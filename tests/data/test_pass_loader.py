@@ -10,15 +10,15 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning.data.order import StepShape
-from unicron_lightning.data.pass_loaders import PassLoader
+from unicron_lightning.data.steps import PassLoader, indexed_pass
 
 SHAPE = StepShape(devices=2, accumulation=2)
 
 
-def passes(most: int | None = None, limit: float = math.inf, every: int = 2, **options: Any) -> PassLoader:
+def passes(most: float = math.inf, limit: float = math.inf, every: int = 2, **options: Any) -> PassLoader:
     loader = DataLoader(TensorDataset(torch.arange(19)), batch_size=2, **options)
-    return PassLoader(
-        loader, SHAPE, 0, most, lambda: limit, lambda: 0, lambda numbers: list(numbers[every - 1 :: every])
+    return indexed_pass(
+        loader, SHAPE, 0, most, lambda: limit, lambda numbers: list(numbers[every - 1 :: every]), lambda: 0
     )
 
 

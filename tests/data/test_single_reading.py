@@ -14,13 +14,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.passes import StreamBatches
 from unicron_lightning.data.sources import as_loader
-from unicron_lightning.data.stream_batches import StreamBatches
-from unicron_lightning.data.stream_loader import SingleReading
-from unicron_lightning.data.stream_reader import StreamOpener
-from unicron_lightning.data.streams import StreamEnds, Streams
+from unicron_lightning.data.steps import SingleReading, StepLoader, StepPace
+from unicron_lightning.data.streams import StreamEnds, StreamOpener, Streams
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.worker.report_sum import ReportSum
 
 
 class Numbers:
@@ -51,22 +49,16 @@ class Run:
         shape = StepShape(devices=1, accumulation=accumulation)
         opener = StreamOpener(as_loader(users, 1, once=True), 1, 1, devices.seen_as, once=True)
         self.ends, self.epoch, self.step, self.last = StreamEnds(), 0, 0, list[int]()
-        self.loader = SingleReading(
-            opener.loader,
-            shape,
+        steps = SingleReading(
             Streams(opener, shape, self.ends),
-            self.ends,
+            StepPace(position=lambda: (self.epoch, self.step), share=list),
             limit=limit,
-            position=lambda: (self.epoch, self.step),
-            share=list,
             own=list,
-            boundary=lambda: None,
             agree=lambda look: look(),
-            begins=lambda: None,
             reading=nullcontext,
-            length=opener.length,
             last=lambda: self.last.append(self.step),
         )
+        self.loader = StepLoader(opener.loader, steps)
 
     def steps(self, most: int | None = None) -> Iterator[GlobalBatch]:
         for batch in itertools.islice(self.loader, most):
@@ -126,8 +118,8 @@ def test_evaluations_read_no_more_than_their_limit() -> None:
     for turn in range(2):
         batches.begin(0, 3)
         assert numbers.read == 3 * turn, "nothing is read to check it"
-        finished: set[int] = set()
-        seen = [batches.get(number).item() for number in batches.todo(ReportSum.nothing(1), 0, finished)]
+        batches.plan(frozenset(), 0, 1, set())
+        seen = [batches.get(number).item() for number, _ in batches.rows()]
         assert seen == [3 * turn, 3 * turn + 1, 3 * turn + 2] and numbers.read == 3 * turn + 3
     assert batches.rounds() is None
 

@@ -13,12 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from unicron_lightning.data.pass_loaders import ENDS
-from unicron_lightning.data.stream_batches import StreamBatches, missing
-from unicron_lightning.data.stream_reader import StreamChanged, StreamOpener
+from unicron_lightning.data.passes import StreamBatches, missing
+from unicron_lightning.data.streams import ENDS, StreamChanged, StreamOpener
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.worker.report_sum import ReportSum
-from unicron_lightning.worker.rows import share_streams
+from unicron_lightning.worker.rows import ReportSum, share_streams
 
 
 class Lengths(IterableDataset[Any]):
@@ -44,7 +42,8 @@ def run(
 ) -> list[Any]:
     """Run a rank's share, or the first of it; return the samples."""
     samples = []
-    for number in batches.todo(reports, rank, finished):
+    batches.plan(reports.finished, rank, reports.world, finished)
+    for number, _ in batches.rows():
         if most is not None and len(samples) == most:
             break
         samples.append(tuple(batches.get(number)))

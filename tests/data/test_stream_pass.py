@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.order import StepShape
-from unicron_lightning.data.stream_pass import StreamPass, most_of
-from unicron_lightning.data.stream_reader import StreamOpener
-from unicron_lightning.data.streams import StreamEnds, Streams
+from unicron_lightning.data.steps import PassLoader, StreamPass, most_of
+from unicron_lightning.data.streams import StreamEnds, StreamOpener, Streams
 from unicron_lightning.errors import ConfigError
 
 
@@ -31,27 +31,24 @@ class Lengths(IterableDataset[Any]):
         yield from (torch.tensor([devices.rank, number]) for number in range(self.lengths[devices.rank]))
 
 
-def pass_of(lengths: list[int], accumulation: int = 2, most: float = math.inf, **options: Any) -> StreamPass:
+def pass_of(lengths: list[int], accumulation: int = 2, most: float = math.inf, **options: Any) -> PassLoader:
     """Return a pass of a worker that is alone, and has all streams."""
     loader: DataLoader[Any] = DataLoader(Lengths(lengths), **{"batch_size": 2, "drop_last": True, **options})
     shape, ends = StepShape(devices=len(lengths), accumulation=accumulation), StreamEnds()
     streams = Streams(StreamOpener(loader, len(lengths), 1, devices.seen_as), shape, ends, one_size=True)
-    return StreamPass(
-        loader,
-        shape,
+    steps = partial(
+        StreamPass,
         streams,
-        ends,
         most=lambda: most,
-        epoch=lambda: 0,
         takes_part=lambda: True,
-        share=list,
         own=list,
         agree=lambda look: look(),
         reading=contextlib.nullcontext,
     )
+    return PassLoader(loader, steps, list, lambda: 0, lambda: None)
 
 
-def run(loader: StreamPass) -> list[list[tuple[int, list[int]]]]:
+def run(loader: PassLoader) -> list[list[tuple[int, list[int]]]]:
     """Return for each global batch the place and the first sample of each of its batches."""
     found = []
     for batch in loader:

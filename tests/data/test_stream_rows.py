@@ -13,9 +13,8 @@ from data.test_stream_batches import batches_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicron_lightning.data.pass_loaders import ENDS
-from unicron_lightning.data.stream_batches import StreamRows
-from unicron_lightning.data.stream_reader import StreamChanged
+from unicron_lightning.data.passes import RowPart
+from unicron_lightning.data.streams import ENDS, StreamChanged
 
 Row = tuple[int, int]
 
@@ -62,12 +61,12 @@ class Worker:
     stand_ins: list[Row] = field(default_factory=list)
     error: StreamChanged | None = None
 
-    def run(self, replica: Replica, rows: StreamRows, batches: Any, stop: int | None) -> None:
+    def run(self, replica: Replica, batches: Any, stop: int | None) -> None:
         """Run its rows, or the first ones of them."""
         done = 0
         with replica.condition:
             try:
-                for number, counts in rows.rows():
+                for number, counts in batches.rows():
                     if done == stop:
                         break
                     done += 1
@@ -75,7 +74,7 @@ class Worker:
                         self.samples.append(tuple(batches.get(number)))
                         self.finished.add(number)
                     else:
-                        self.stand_ins.append(tuple(rows.stand_in(number)))
+                        self.stand_ins.append(tuple(batches.stand_in(number)))
                 batches.end()
             except Cut:
                 pass
@@ -105,9 +104,9 @@ def run(
             ) -> list[int]:
                 return replica.exchange(shard, exchanged, word)
 
-            rows = StreamRows(batches, size, shard, exchange, worker.finished)
-            rows.plan(known, place, replicas)
-            threads.append(threading.Thread(target=worker.run, args=(replica, rows, batches, stop)))
+            batches.part = RowPart(size=size, shard=shard, exchange=exchange)
+            batches.plan(known, place, replicas, worker.finished)
+            threads.append(threading.Thread(target=worker.run, args=(replica, batches, stop)))
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -174,7 +173,7 @@ def test_replicas_that_share_a_group_may_learn_of_an_end_in_different_rows() -> 
 
 
 def test_a_spare_has_no_rows() -> None:
-    assert not StreamRows(batches_of([3, 3]), 2, 0, lambda word: [word], set()).plan(frozenset(), None, 1)
+    assert not batches_of([3, 3]).plan(frozenset(), None, 1, set())
 
 
 def test_a_stream_that_has_become_shorter_is_noticed() -> None:

@@ -13,8 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from unicron_lightning.data.order import StepShape, check_loader
 from unicron_lightning.data.sources import same
-from unicron_lightning.data.stream_reader import StreamOpener
-from unicron_lightning.data.streams import STATE_STEPS, StreamEnds, Streams
+from unicron_lightning.data.streams import STATE_STEPS, StreamEnds, StreamOpener, Streams
 
 SHAPE = StepShape(devices=2, accumulation=2)
 DUE = STATE_STEPS * SHAPE.accumulation

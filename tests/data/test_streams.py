@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.sources import same
-from unicron_lightning.data.stream_loader import StreamLoader
-from unicron_lightning.data.stream_reader import StreamChanged, StreamOpener
-from unicron_lightning.data.streams import StreamEnds, Streams
+from unicron_lightning.data.steps import StepLoader, StepPace, StreamSteps
+from unicron_lightning.data.streams import StreamChanged, StreamEnds, StreamOpener, Streams
 from unicron_lightning.errors import ConfigError
 
 SHAPE = StepShape(devices=3, accumulation=2)
@@ -191,21 +190,14 @@ def test_places_of_a_smaller_step() -> None:
     ends.begin(0, {1: 3})
     streams = streams_of(Shards(), ends)
     unused: Any = None
-    steps = StreamLoader(
-        streams._opener.loader,
-        SHAPE,
+    steps = StreamSteps(
         streams,
-        ends,
-        limit=None,
-        position=lambda: (0, 1),
-        share=unused,
+        StepPace(position=lambda: (0, 1), share=unused),
         own=lambda in_full_step: looked.append(in_full_step) or [2],  # type: ignore[func-returns-value]
-        boundary=lambda: None,
         agree=unused,
-        begins=lambda: None,
         reading=nullcontext,
     )
-    batch = next(iter(steps))
+    batch = next(iter(StepLoader(streams.opener.loader, steps)))
     assert batch.in_full_step == [0, 1, 2, 3, 5], "stream 1 has no second batch in this step"
     assert batch.own()[0].tolist() == [14, 17] and looked == [batch.in_full_step]
     streams.close()

@@ -21,7 +21,7 @@ from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.replica.channels import Channels
-from unicron_lightning.replica.start import send_shard
+from unicron_lightning.replica.member import send_shard
 from unicron_lightning.strategies.fsdp.wrapping import PolicyPrecision, Sharding, shard_module
 from unicron_lightning.worker import codec
 

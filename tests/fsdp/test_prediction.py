@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from system.cluster import Cluster
 from system.test_prediction import check_samples, read
 
-from unicron_lightning.strategies.fsdp.prediction import IndexedRows
+from unicron_lightning.data.passes import IndexedBatches, RowPart
 
 SCRIPT = Path(__file__).with_name("predicting.py")
 
@@ -43,12 +45,17 @@ def test_a_death_while_predicting(loader: int, place: str, streams: list[int], t
 
 
 def batches(number: int, left: set[int], replica: int, replicas: int, shard: int) -> list[tuple[int, bool]]:
-    expected: list[list[int]] = []
-    rows = IndexedRows(SimpleNamespace(number=number, expect=expected.append), 2, shard)  # type: ignore[arg-type]
-    has_rows = rows.plan(frozenset(range(number)) - left, replica, replicas)
+    expected: list[Any] = []
+    order: Any = SimpleNamespace(num_micro_batches=lambda _: number, devices=1, place=lambda _, batch: (0, 0, batch))
+    fetcher: Any = SimpleNamespace(end_epoch=lambda: None)
+    rows = IndexedBatches(order, lambda ahead: expected.append(ahead) or fetcher)  # type: ignore[func-returns-value]
+    rows.part = RowPart(size=2, shard=shard)
+    rows.begin(0, math.inf)
+    has_rows = rows.plan(frozenset(range(number)) - left, replica, replicas, set())
     planned = list(rows.rows())
     assert has_rows == bool(planned)
-    assert expected == [[batch for batch, _ in planned]], "the samples are requested ahead"
+    requested = [batch for _, _, batch in expected[0]((0, 0, 0))]
+    assert requested == [batch for batch, _ in planned], "the samples are requested ahead"
     return planned
 
 

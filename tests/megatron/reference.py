@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.utils.data import Subset, default_collate
 
-from unicron_lightning.data.chunks import ChunkOrder
+from unicron_lightning.data.sources import ChunkOrder
 from unicron_lightning.megatron import shim, toy
 from unicron_lightning.strategies.megatron.batches import seed_micro_batch
 

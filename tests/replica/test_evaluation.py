@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from unicron_lightning.replica.evaluation import batches_of
-from unicron_lightning.worker.report_sum import ReportSum
-from unicron_lightning.worker.rows import plan_rows
+from unicron_lightning.replica.step import batches_of
+from unicron_lightning.worker.rows import ReportSum, plan_rows
 
 
 def test_a_row_is_finished_when_present_workers_have_the_batch_of_each_shard() -> None:

@@ -14,9 +14,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from unicron_lightning.data.combined_pass import CombinedPass
+from unicron_lightning.data.combined import CombinedPass
+from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.passes.global_passes import GlobalPasses
+from unicron_lightning.strategies.passes.evaluation import GlobalPasses
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning")
 
@@ -134,7 +135,8 @@ def test_a_hook_of_the_data_module_before_the_transfer(tmp_path: Path) -> None:
 
 
 def test_loaders_that_a_global_pass_would_read_at_once_are_refused() -> None:
-    loaders = CombinedPass(CombinedLoader([data(4), data(6)], "min_size"), 2, lambda combined: pytest.fail("made"))
+    users, rounds = CombinedLoader([data(4), data(6)], "min_size"), StepShape(devices=2, accumulation=1)
+    loaders = CombinedPass(users, rounds, lambda combined: pytest.fail("made"))
     passes: Any = SimpleNamespace(_strategy=SimpleNamespace(strategy_name="unicron_fsdp"))
     with pytest.raises(ConfigError, match=r"mode='min_size'\) in an evaluation; unicron_fsdp.*sequential"):
         GlobalPasses.together(passes, loaders)

@@ -17,10 +17,8 @@ from unicron_lightning.worker.buckets import FlatBucket
 from unicron_lightning.worker.control import thread as control_module
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.evaluation import Evaluation
-from unicron_lightning.worker.operations import Agreement, Join, unpack_parts
-from unicron_lightning.worker.report_sum import ReportSum
-from unicron_lightning.worker.rows import plan_rows
+from unicron_lightning.worker.operations import Agreement, Evaluation, Join, unpack_parts
+from unicron_lightning.worker.rows import ReportSum, plan_rows
 from unicron_lightning.worker.step import GradientStep
 
 if TYPE_CHECKING:

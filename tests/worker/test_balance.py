@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_lightning.worker.balance import OBSERVED, Balance, equal, fit
-from unicron_lightning.worker.report_sum import ReportSum
-from unicron_lightning.worker.rows import deal
+from unicron_lightning.worker.rows import OBSERVED, Balance, ReportSum, deal, equal, fit
 from unicron_lightning.worker.step import plan_step
 
 TIMES = st.lists(st.floats(0.001, 10), min_size=1, max_size=6)

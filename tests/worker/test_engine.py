@@ -18,10 +18,8 @@ from unicron_lightning.errors import ProgramsDiffer
 from unicron_lightning.worker.buckets import FlatBucket, GradientBuckets
 from unicron_lightning.worker.communication.communicator import STOP, gather_bytes
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.evaluation import Evaluation
-from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts
-from unicron_lightning.worker.report_sum import ReportSum
-from unicron_lightning.worker.rows import plan_rows
+from unicron_lightning.worker.operations import Agreement, Evaluation, Join, LeaderAction, unpack_parts
+from unicron_lightning.worker.rows import ReportSum, plan_rows
 from unicron_lightning.worker.step import GradientStep
 
 MICRO_BATCHES = 5

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from unicron_lightning import wire
 from unicron_lightning.wire.report_sums import summed
-from unicron_lightning.worker.report_sum import ReportSum
-from unicron_lightning.worker.rows import plan_rows, share, shares_of
+from unicron_lightning.worker.rows import ReportSum, plan_rows, share, shares_of
 from unicron_lightning.worker.step import StepPlan, plan_step
 
 

@@ -21,7 +21,7 @@ from unicron_lightning.checkpoints.storage import FolderStorage
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
-from unicron_lightning.worker.report_sum import Report, ReportSum
+from unicron_lightning.worker.rows import Report, ReportSum
 
 
 class WriteOnce(Indivisible):

@@ -9,22 +9,16 @@ worker processes are not restarted for this.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from unicron_lightning.data.order import DataOrder, PartOrder, Place
 from unicron_lightning.data.seeding import place_seed, preserved, seed_all
 
 T = TypeVar("T")
-Place = tuple[int, int, int]
-"""Epoch, step within the epoch, micro-batch within the step."""
-
-
-class Indexed(Protocol):
-    """Order of a data set: `DataOrder`, or that of one of several loaders."""
-
-    def indices(self, epoch: int, step: int, micro_batch: int) -> list[int]:
-        """Return the data set indices of a micro-batch."""
+Ahead = Callable[[Place], Iterator[Place]]
+"""Yields the places that this rank expects to need, from a given place on, in order."""
 
 
 def _as_it_is(item: T) -> T:
@@ -72,12 +66,10 @@ class Fetcher:
         loader: the user's; its workers, pinning, collate function and so on are used.
         order: of its samples.
         seed: of random augmentation.
-        ahead: yields the places that this rank expects to need, from a given place on, in order.
+        ahead: yields the places that this rank expects to need.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], order: Indexed, seed: int, ahead: Callable[[Place], Iterator[Place]]
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], order: DataOrder | PartOrder, seed: int, ahead: Ahead) -> None:
         self._order = order
         self._ahead = ahead
         self._items = _MicroBatches(

@@ -1,26 +1,18 @@
-"""Loaders of training data for Lightning's loop: one item per optimizer step.
-
-Positions are read from Lightning's own progress counters, the single source of truth: restoring the counters (from a
-checkpoint or a peer's state) restores the data position.
-"""
+"""Global batches, the items of Lightning's loops, and the loaders that take the places of the user's there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from unicron_lightning.copying import OfProcess
-from unicron_lightning.data.fetch import Fetcher, Place
-from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.seeding import preserved
-from unicron_lightning.data.sources import Reopened
-
-if TYPE_CHECKING:
-    from unicron_lightning.data.streams import StreamEnds
+from unicron_lightning.data.sources import Reopened, name_of
+from unicron_lightning.data.streams import ENDS, StreamEnds
 
 
 class GlobalBatch:
@@ -147,6 +139,9 @@ class InPlace:
     Attributes:
         ordinary: the loader that scripts see instead; the user's, if it is no `DataLoader`.
         taken: called when a loop has taken this loader (Lightning asks for its length), and when an iteration begins.
+        iterates: called when an iteration begins.
+        unbounded: whether the length of streams is a number that is never reached, instead of none, so that Lightning
+            reads no batch ahead.
     """
 
     _fetcher: Closes
@@ -154,6 +149,8 @@ class InPlace:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self.taken: Callable[[], None] = lambda: None
+        self.iterates: Callable[[], None] = lambda: None
+        self.unbounded = False
         self.ordinary = loader
 
     @property
@@ -168,6 +165,25 @@ class InPlace:
         self.sampler = shown.sampler  # Lightning sets its epoch
         self.batch_sampler = shown.batch_sampler
         self.num_workers = shown.num_workers
+
+    def __len__(self) -> int:
+        self.taken()
+        length = self._length()
+        if length is None and not self.unbounded:
+            raise TypeError(f"{name_of(self._loader)} is a stream, which has no length")
+        return ENDS if length is None else length
+
+    def __iter__(self) -> Iterator[Any]:
+        self.taken()
+        self.iterates()
+        return Items(self._items())
+
+    def _length(self) -> int | None:
+        """Return the number of items; None if it is known only at the end."""
+        raise NotImplementedError
+
+    def _items(self) -> Iterator[Any]:
+        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
         """Forward other attributes, such as ``batch_size`` and ``collate_fn``, to the user's loader.
@@ -187,6 +203,20 @@ class InPlace:
         self._fetcher.close()
 
 
+class TrainedInPlace(InPlace):
+    """A loader whose state is empty, since the position is in Lightning's counters.
+
+    The methods' existence makes Lightning resume exactly.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore nothing."""
+
+
 class Items(OfProcess, Iterator[Any]):
     """The items of a loader in a run; Lightning leaves out an ordinary loader's when a trainer is copied, too."""
 
@@ -199,193 +229,3 @@ class Items(OfProcess, Iterator[Any]):
 
 def _same(value: Any) -> Any:
     return value
-
-
-class StepLoader(InPlace):
-    """Base of the loaders that yield the `GlobalBatch` es of an epoch in training.
-
-    Attributes:
-        varies: whether epochs may have different numbers of steps, known when they begin.
-    """
-
-    varies = False
-
-    def __iter__(self) -> Iterator[GlobalBatch]:
-        self.taken()
-        return Items(self._epoch())
-
-    def _epoch(self) -> Iterator[GlobalBatch]:
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty, since the position is in Lightning's counters. The method's existence makes Lightning resume
-        exactly.
-        """
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `state_dict`."""
-
-
-class Numbered(Protocol):
-    """Order of an epoch's micro-batches: `DataOrder`, or that of several loaders."""
-
-    @property
-    def shape(self) -> StepShape:
-        """Composition of the steps."""
-
-    @property
-    def varies(self) -> bool:
-        """Whether epochs may have different numbers of micro-batches."""
-
-    def num_steps(self, epoch: int) -> int:
-        """Optimizer steps of an epoch."""
-
-    def micro_batches(self, step: int, epoch: int) -> range:
-        """Return the numbers of a step's micro-batches."""
-
-    def indices(self, epoch: int, step: int, micro_batch: int) -> list[Any]:
-        """Return the data set indices of a micro-batch."""
-
-
-class Fetches(Closes, Protocol):
-    """Fetches micro-batches by number: `Fetcher`, or those of several loaders."""
-
-    def get(self, place: Place) -> Any:
-        """Return the collated micro-batch at ``place``."""
-
-    def drop_before(self, place: Place) -> None:
-        """Drop micro-batches before ``place``."""
-
-    def end_epoch(self) -> None:
-        """End this epoch's requests."""
-
-
-class IndexedSteps:
-    """The global batches of data with an index.
-
-    Args:
-        order: of the samples.
-        limit: largest number of batches for each of the shape's devices in an epoch; None: all.
-        position: returns the present (epoch, step within it), from Lightning's counters.
-        share: returns this rank's part of a range in the present world, in order.
-        boundary: called before each step, where worlds change.
-        ended: called at the end of an epoch.
-
-    Attributes:
-        shape: composition of the steps.
-        position: as above.
-        fetcher: fetches the micro-batches; set before the first step.
-        last: number of steps in the last epoch that was asked for.
-    """
-
-    fetcher: Fetches
-
-    def __init__(
-        self,
-        order: Numbered,
-        limit: int | None,
-        position: Callable[[], tuple[int, int]],
-        share: Callable[[range], list[int]],
-        boundary: Callable[[], None],
-        ended: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.shape = order.shape
-        self.last = 0
-        self.position = position
-        self._order = order
-        self._limit = limit
-        self._share = share
-        self._boundary = boundary
-        self._ended = ended
-        self._over = False
-
-    @property
-    def length(self) -> int:
-        """Number of steps in the present epoch.
-
-        Once the run is over, Lightning's counters are past its last epoch, or an error has ended it, perhaps of this
-        very number: it is that of the last epoch.
-        """
-        return self.last if self._over else self.number(self.position()[0])
-
-    def close(self) -> None:
-        """End the run."""
-        self._over = True
-
-    def number(self, epoch: int) -> int:
-        """Return the number of steps in an epoch."""
-        steps = self._order.num_steps(epoch)
-        self.last = steps if self._limit is None else min(steps, self.shape.of(epoch).steps(self._limit))
-        return self.last
-
-    def epoch(self) -> Iterator[GlobalBatch]:
-        """Yield the rest of the present epoch."""
-        self.fetcher.end_epoch()
-        while True:
-            self._boundary()
-            epoch, step = self.position()
-            if step >= self.number(epoch):
-                self.fetcher.end_epoch()
-                self._ended()
-                return
-            self.fetcher.drop_before((epoch, step, 0))
-            yield self.at(epoch, step)
-
-    def at(self, epoch: int, step: int) -> GlobalBatch:
-        """Return the global batch of a place."""
-        order = self._order
-        return GlobalBatch(
-            epoch,
-            step,
-            order.micro_batches(step, epoch),
-            lambda m: self.fetcher.get((epoch, step, m)),
-            lambda m: len(order.indices(epoch, step, m)),
-            self._share,
-        )
-
-    def samples(self, step: int) -> list[list[Any]]:
-        """Return the data set indices of the micro-batches of a step of the first epoch."""
-        return [self._order.indices(0, step, number) for number in self._order.micro_batches(step, 0)]
-
-    def ahead(self, start: Place) -> Iterator[Place]:
-        """Yield the places that this rank expects to need from ``start`` on, in order."""
-        epoch, first, _ = start
-        for step in range(first, self.number(epoch)):
-            for micro_batch in self._share(self._order.micro_batches(step, epoch)):
-                if (epoch, step, micro_batch) >= start or step > first:
-                    yield epoch, step, micro_batch
-
-
-class TrainingLoader(StepLoader):
-    """Yields the global batches of a data set with an index.
-
-    Args:
-        loader: the user's.
-        order: of its samples.
-        seed: of augmentation.
-        steps: the global batches.
-    """
-
-    _fetcher: Fetcher
-
-    def __init__(self, loader: DataLoader[Any], order: DataOrder, seed: int, steps: IndexedSteps) -> None:
-        super().__init__(loader)
-        self.varies = order.varies
-        self.steps = steps
-        steps.fetcher = self._fetcher = Fetcher(loader, order, seed, steps.ahead)
-
-    def __len__(self) -> int:
-        self.taken()
-        return self.steps.length
-
-    def close(self) -> None:
-        super().close()
-        self.steps.close()
-
-    def _epoch(self) -> Iterator[GlobalBatch]:
-        return self.steps.epoch()
-
-    def datasets(self) -> list[Any]:
-        """Return the data sets of the loaders, of which this is one."""
-        return [self.dataset]

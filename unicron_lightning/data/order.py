@@ -4,6 +4,10 @@ With torch's default samplers the samples of step ``s`` and their division into 
 ``ddp`` with the declared number of devices: the order is `DistributedSampler`'s permutation of (seed, epoch); per
 accumulation round, device ``r`` of ``W`` takes every ``W``-th sample. Unlike there, no samples are repeated to fill the
 last round: a micro-batch there may be smaller, and the last step of an epoch may have fewer.
+
+Of several loaders that are read at once (`CombinedOrder`), micro-batches are numbered over the declared devices, round
+after round, like the batches of each loader. Under Lightning's ``ddp`` device ``d`` gets in round ``r`` its ``r``-th
+batch of each loader. So micro-batch ``n = r x W + d`` has batch ``n`` of each loader that still has one.
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +33,9 @@ from torch.utils.data import (
 
 from unicron_lightning.data.seeding import seeded
 from unicron_lightning.errors import ConfigError
+
+Place = tuple[int, int, int]
+"""Epoch, step within the epoch, micro-batch within the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +92,26 @@ class EpochOrder(ABC):
 
     Attributes:
         shape: of the steps.
+        varies: whether epochs may have different numbers of micro-batches.
     """
 
     shape: StepShape
+    varies = False
 
     @abstractmethod
     def num_micro_batches(self, epoch: int) -> int:
         """Micro-batches of an epoch."""
+
+    @abstractmethod
+    def indices(self, epoch: int, step: int, micro_batch: int) -> list[Any]:
+        """The data set indices of a micro-batch."""
 
     @property
     def devices(self) -> int:
         """Micro-batches of a round: one for each device of the declared world."""
         return self.shape.devices
 
-    def place(self, epoch: int, number: int) -> tuple[int, int, int]:
+    def place(self, epoch: int, number: int) -> Place:
         """The place of a micro-batch that is counted from the start of the epoch."""
         return epoch, *divmod(number, self.shape.of(epoch).micro_batches)
 
@@ -207,6 +221,80 @@ class DataOrder(EpochOrder):
             if isinstance(getattr(source, "generator", None), torch.Generator):
                 source.generator.manual_seed(self._seed + epoch)
         return seeded(self._seed, epoch, 0, 0)
+
+
+class CombinedOrder(EpochOrder):
+    """The order of the samples of several loaders, by `CombinedLoader`'s modes.
+
+    Args:
+        orders: of each loader, in rounds over the declared devices.
+        mode: ``min_size`` ends with the shortest loader; ``max_size`` with the longest, the others have none by then;
+            ``max_size_cycle`` with the longest, the others begin again.
+        most: largest number of micro-batches that Lightning's limits allow.
+        shape: of the steps.
+    """
+
+    def __init__(self, orders: Sequence[DataOrder], mode: str, most: float, shape: StepShape) -> None:
+        self.shape = shape
+        self._orders = orders
+        self._mode = mode
+        self._sizes = [order.num_micro_batches(0) for order in orders]
+        ends = mode != "max_size" and 0 in self._sizes
+        self._number = 0 if ends else int(min(most, number_of(mode, self._sizes)))
+
+    def num_micro_batches(self, epoch: int) -> int:
+        """Micro-batches of an epoch; all epochs have the same number.
+
+        Raises:
+            ConfigError: a loader has another number of batches than in the first epoch.
+        """
+        for loader, (order, first) in enumerate(zip(self._orders, self._sizes, strict=True)):
+            if (found := order.num_micro_batches(epoch)) != first:
+                raise ConfigError(
+                    f"the batch sampler of loader {loader} yields {found} batches in epoch {epoch} and {first} in the "
+                    "first one: of several loaders that are read at once, each has the same number in all epochs"
+                )
+        return self._number
+
+    def indices(self, epoch: int, step: int, micro_batch: int) -> list[Any]:
+        """Pairs of loader and data set index."""
+        parts = range(len(self._orders))
+        return [(part, index) for part in parts for index in self.part(part).indices(epoch, step, micro_batch)]
+
+    def part(self, loader: int) -> PartOrder:
+        """Return the order of one of the loaders."""
+        return PartOrder(self._orders[loader], partial(self._batch, self._sizes[loader]))
+
+    def _batch(self, size: int, epoch: int, step: int, micro_batch: int) -> int | None:
+        number = step * self.shape.of(epoch).micro_batches + micro_batch
+        return number % size if self._mode == "max_size_cycle" else number if number < size else None
+
+
+class PartOrder:
+    """Batches of one of several loaders at the places of the combined micro-batches.
+
+    Args:
+        order: of the loader.
+        batch: returns the number of its batch at a place; None: it has ended.
+    """
+
+    def __init__(self, order: DataOrder, batch: Callable[..., int | None]) -> None:
+        self._order = order
+        self._batch = batch
+
+    def has(self, place: Place) -> bool:
+        """Whether the loader has a batch in a micro-batch."""
+        return self._batch(*place) is not None
+
+    def indices(self, epoch: int, step: int, micro_batch: int) -> list[int]:
+        """The data set indices; empty if the loader has no batch there."""
+        batch = self._batch(epoch, step, micro_batch)
+        return [] if batch is None else self._order.indices(*self._order.place(epoch, batch))
+
+
+def number_of(mode: str, numbers: Sequence[float]) -> float:
+    """Return the number of combined batches of loaders that have so many, by `CombinedLoader`'s modes."""
+    return min(numbers) if mode == "min_size" else max(numbers)
 
 
 class _Cut(Sequence[list[int]]):

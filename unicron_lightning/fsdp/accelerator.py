@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unicron_lightning.replica.accelerated import AcceleratedGroup, AcceleratedGroups
-from unicron_lightning.replica.channels import Channels
+from unicron_lightning.replica.channels import AcceleratedGroup, AcceleratedGroups, Channels
 from unicron_lightning.worker.communication.nccl import make_group
 
 Make = Callable[[dist.Store, int, int, torch.device], tuple[Any, Any]]

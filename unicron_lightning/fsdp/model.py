@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 
 class FsdpShard:
-    """Implements `replica.model.ReplicaModel`.
+    """Implements `replica.member.ReplicaModel`.
 
     Args:
         root: module whose parameters are all sharded by `torch.distributed.fsdp.fully_shard` on the mesh of ``group``.

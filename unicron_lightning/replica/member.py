@@ -1,19 +1,211 @@
-"""A worker of a world of replicas from epoch to epoch: its connections, and its shard of the model."""
+"""A worker of a world of replicas from epoch to epoch: its connections, its shard of the model, and the shard's state
+at the start, after a replacement, and at the end for spares.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Generic, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import torch
 
 from unicron_lightning.replica.channels import Channels
-from unicron_lightning.replica.fabric import FabricShape, ReplicaFabric
-from unicron_lightning.replica.model import ReplicaModel
-from unicron_lightning.replica.start import InitialState, LastState, transfer
+from unicron_lightning.replica.fabric import FabricShape, ReplicaFabric, run_released
+from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes
 from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.operations import Indivisible
 from unicron_lightning.worker.rows import shares_of
+
+
+class ReplicaGradients(Protocol):
+    """Sums of gradients over the micro-batches of completed calls, before and after their reduction over replicas."""
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Accumulate from zero inside; at the end the earlier sums are added."""
+
+    def reduce(self) -> None:
+        """Sum over the workers of this shard in all replicas, keeping this worker's own sums.
+
+        Raises:
+            CommunicatorAborted, RuntimeError: a reduction has failed.
+        """
+
+    def settle(self) -> None:
+        """Wait until the library has released the buffers, after the connections were cut."""
+
+
+class StateKeeper(Protocol):
+    """Copies of a worker's optimizer shard on others, where a replica does not have the whole state.
+
+    Attributes:
+        founded: whether all workers have the task's initial state.
+    """
+
+    founded: bool
+
+    def found(self, engine: Engine, channels: Channels) -> None:
+        """Distribute the state over the replicas at the task's start."""
+
+    def keep(self, version: int) -> None:
+        """Return when the state after ``version`` steps is safe; a collective of the workers of this shard."""
+
+    def enter(self, engine: Engine, channels: Channels | None, version: int) -> None:
+        """Set state and parameters for an epoch's replicas, to the newest state that a member has committed.
+
+        Args:
+            engine: has the epoch's communicator.
+            channels: None for a spare.
+            version: number of steps in that state.
+        """
+
+    def close(self) -> None:
+        """Drop all copies."""
+
+
+class ReplicaModel(Protocol):
+    """One worker's shard of the model, with its gradients and optimizer."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+
+    @property
+    def gradients(self) -> ReplicaGradients:
+        """Sums of gradients."""
+
+    @property
+    def keeper(self) -> StateKeeper | None:
+        """Copies of the optimizer's state; None if each replica has the whole state."""
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the last finalized gradients over the whole model, before clipping."""
+
+    def begin(self) -> None:
+        """Reset the gradients."""
+
+    def recover(self) -> None:
+        """After a failure: restore the gradients of this worker's completed calls."""
+
+    def finalize(self) -> None:
+        """Process the reduced gradients within the replica, and compute their norm."""
+
+    def update(self) -> None:
+        """Step the optimizer; without communication unless there is a keeper."""
+
+    def unify(self) -> None:
+        """Equalise the initial parameters of all replicas."""
+
+    def state(self) -> bytes:
+        """State of this shard for another worker that holds it."""
+
+    def load_state(self, data: bytes) -> None:
+        """Load the `state` of another worker."""
+
+
+_PIECE_BYTES: Final = 1 << 26
+"""Bytes that a worker holds of another shard's state."""
+
+
+class ShardOperation(Indivisible):
+    """An operation in which all workers do the same with their shards.
+
+    Args:
+        fabric: provides this worker's place and progress.
+        model: its shard.
+    """
+
+    def __init__(self, fabric: ReplicaFabric[Any], model: ReplicaModel) -> None:
+        self._fabric = fabric
+        self._model = model
+
+
+class InitialState(ShardOperation):
+    """All replicas start from the first one's parameters."""
+
+    name = "initial_state"
+
+    def attempt(self, engine: Engine) -> bytes:
+        channels, keeper = self._fabric.channels, self._model.keeper
+        if channels is not None and keeper is not None:
+            keeper.found(engine, channels)
+        if channels is not None:
+            run_released(self._model.unify)
+        if channels is not None and keeper is not None:
+            keeper.keep(0)
+        gather_bytes(engine.communicator, b"", engine.tag(self.name))
+        return b""
+
+
+class LastState(ShardOperation):
+    """At the end of a fit, workers with an older state of their shard, as spares have, receive the newest.
+
+    It goes through all members, since a spare has no connections of its own. No member leaves before all have theirs.
+    """
+
+    name = "last_state"
+
+    def attempt(self, engine: Engine) -> bytes:
+        communicator, own = engine.communicator, [self._fabric.own_shard, self._fabric.at]
+        words = gather_bytes(communicator, json.dumps(own).encode(), engine.tag(self.name))
+        held: list[list[int | None]] = [json.loads(word) for word in words]
+        newest = max(at for _, at in held if at is not None)
+        lacking = {shard for shard, at in held if at != newest}
+        for shard in range(self._fabric.shape.shards):
+            if shard in lacking:
+                self._send(engine, shard, newest, held.index([shard, newest]))
+        if lacking:
+            gather_bytes(communicator, b"", engine.tag(self.name))
+        return b""
+
+    def _send(self, engine: Engine, shard: int, newest: int, source: int) -> None:
+        """Send the state of a shard from a rank to those that lack it."""
+        fabric, communicator = self._fabric, engine.communicator
+        sends, takes = communicator.rank == source, fabric.own_shard == shard and fabric.at != newest
+        data = self._model.state() if sends else b""
+        size = int(broadcast_bytes(communicator, str(len(data)).encode() if sends else None, source))
+        received = bytearray()
+        for start in range(0, size, _PIECE_BYTES):
+            piece = broadcast_bytes(communicator, data[start : start + _PIECE_BYTES] if sends else None, source)
+            if takes:
+                received += piece
+        if takes:
+            self._model.load_state(bytes(received))
+            fabric.at = newest
+
+
+def transfer(fabric: ReplicaFabric[Any], model: ReplicaModel) -> None:
+    """Send the newest state of a shard to the epoch's workers that lack it, from another replica.
+
+    Raises:
+        CommunicatorAborted: a member failed.
+    """
+    place, channels = fabric.place, fabric.channels
+    assert place is not None
+    layout = place.layout
+    if channels is None or not any(layout.shards[rank] == fabric.shard for rank in layout.stale):
+        return
+    source, lacks = layout.sources[fabric.own_shard], place.rank in layout.stale
+    if lacks:
+        fabric.at = None
+    data = run_released(lambda: send_shard(channels, model.state() if place.replica == source else None, source))
+    if lacks:
+        model.load_state(data)
+        fabric.at = layout.newest
+
+
+def send_shard(channels: Channels, data: bytes | None, source: int) -> bytes:
+    """Send the bytes of the worker of this shard in one replica to those in all."""
+    size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
+    channels.same_shard.broadcast(size, source)
+    buffer = torch.empty(int(size), dtype=torch.uint8)
+    if data is not None:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    channels.same_shard.broadcast(buffer, source)
+    return buffer.numpy().tobytes()
+
 
 _Shape = TypeVar("_Shape", bound=FabricShape)
 _Model = TypeVar("_Model", bound=ReplicaModel)

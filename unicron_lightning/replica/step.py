@@ -1,4 +1,5 @@
-"""One optimizer step of a world of replicas through failures, up to its commit.
+"""Steps and evaluations of a world of replicas through failures: one optimizer step up to its commit, and some batches
+of a validation pass (`ReplicaEvaluation`).
 
 1. **Calls.** Each replica runs its micro-batches in one or two calls; gradients accumulate without other replicas.
 2. **Reduction** over the replicas; each worker keeps its own sums.
@@ -20,24 +21,22 @@ every worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from itertools import groupby
+from typing import Any, Protocol, TypeVar
 
 import torch
+from typing_extensions import override
 
-from unicron_lightning.replica.fabric import ReplicaFabric, run_released
-from unicron_lightning.replica.model import ReplicaModel
-from unicron_lightning.worker.agreement import Difference
-from unicron_lightning.worker.balance import Balance
-from unicron_lightning.worker.commit import Sums, adopt_commit, commit
-from unicron_lightning.worker.communication.communicator import gather_rows
+from unicron_lightning.replica.fabric import EpochPlace, ReplicaFabric, run_released
+from unicron_lightning.replica.member import ReplicaModel
+from unicron_lightning.worker.commit import Step, Sums
 from unicron_lightning.worker.digest import NO_DIGEST, StateDigest
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.report_sum import Report, ReportSum
-from unicron_lightning.worker.rows import RowPlan, plan_rows, shares_of
-from unicron_lightning.worker.step import compare_states
+from unicron_lightning.worker.operations import Evaluation
+from unicron_lightning.worker.rows import Balance, Report, ReportSum, RowPlan, plan_rows, shares_of
 
 _Sums = TypeVar("_Sums", bound=Sums)
 
@@ -54,25 +53,16 @@ class Call(Protocol):
         """
 
 
-class ReplicaStep(Generic[_Sums]):
+class ReplicaStep(Step[_Sums]):
     """The operation of one step.
 
     Args:
-        micro_batches: all of the step's, by number.
+        micro_batches, balance, digest: as of `Step`.
         model: this worker's shard.
         fabric: provides its place, and receives its progress.
         call: runs forward and backward of some micro-batches with the partners.
         sums: makes the other sums, from the micro-batches finished here.
-        balance: the replicas' shares by speed; None: equal ones.
-        digest: of this worker's part of the state before the step.
-
-    Attributes:
-        recomputed: micro-batches that no present worker had finished when the step was planned again.
-        difference: between the states of the present world's ranks before the step; None without one.
-        grad_norm, sums: of the committed step.
     """
-
-    name = "step"
 
     def __init__(
         self,
@@ -84,44 +74,41 @@ class ReplicaStep(Generic[_Sums]):
         balance: Balance | None = None,
         digest: StateDigest = NO_DIGEST,
     ) -> None:
-        self.micro_batches = list(micro_batches)
-        self.recomputed: list[int] = []
-        self.difference: Difference | None = None
         place = fabric.place
         spare = place is None or place.replica is None
-        self._digest = NO_DIGEST if spare else digest  # a spare's may be of an older step
-        self.grad_norm = 0.0
-        self.sums: _Sums | None = None
+        super().__init__(micro_batches, None, balance, NO_DIGEST if spare else digest)  # a spare's may be older
         self._model = model
         self._fabric = fabric
         self._call = call
         self._make_sums = sums
-        self._balance = balance
         self._calls: list[tuple[int, ...]] = []
         self._began = 0
         self._device = model.device
         self._plan: CallPlan | None = None
-        self._attempts = 0
-        self._engine: Engine | None = None
         model.begin()
 
-    def plan(self, reports: ReportSum, rank: int) -> None:
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the committed step's gradients over the whole model."""
+        return self.numbers[0]
+
+    @override
+    def _plan_rest(self, reports: ReportSum, rank: int, counts: Sequence[int] | None) -> Sequence[int]:
         place = self._fabric.place
         assert place is not None
         replicas = [
             [_parse(reports.members[member]) for member in replica.members] if replica.continues else None
             for replica in place.layout.replicas
         ]
-        counts = None if self._balance is None else self._balance.counts(len(self.micro_batches))
-        self._plan = plan_calls(self.micro_batches, self._fabric.shape.replicas, replicas, place.replica, counts)
-        self._attempts += 1
-        if self._attempts > 1:
-            self.recomputed = list(self._plan.lost)
+        plan = plan_calls(self.micro_batches, self._fabric.shape.replicas, replicas, place.replica, counts)
+        self._plan = plan
+        if self._again:
             self._model.recover()
-            if self._plan.kept == 0:
+            if plan.kept == 0:
                 self._model.begin()
-        self._calls = self._calls[: self._plan.kept]
+        self._calls = self._calls[: plan.kept]
         self._began = len(self._calls)
+        return plan.lost
 
     def attempt(self, engine: Engine) -> bytes:
         plan, fabric = self._plan, self._fabric
@@ -140,19 +127,9 @@ class ReplicaStep(Generic[_Sums]):
             fabric.phase = "idle"  # it may have been ready in an attempt that was lost completely
         self.sums = self._make_sums([m for call in self._calls for m in call])
         speaks = fabric.place.rank == fabric.place.layout.replicas[0].members[0]
-        engine.activity.enter("commit")
-        busy = engine.activity.busy()
-        digest = self._digest if active else NO_DIGEST
-        committed = commit(engine, self.sums, [self._model.grad_norm if speaks else 0.0, float(bool(digest.parts))])
-        self.grad_norm, compares = committed.own
-        self.difference = None
-        if compares or self._balance is not None:
-            times, *rows = gather_rows(engine.communicator, [busy, *digest.row]).T.tolist()
-            replicas = [replica.members for replica in fabric.place.layout.replicas]
-            self.difference = compare_states(engine, digest, rows, list(zip(*replicas, strict=True)))
-            if self._balance is not None:  # partners wait for each other in every micro-batch
-                self._balance.take([max(times[member] for member in members) for members in replicas])
-        return committed.encode()
+        replicas = [replica.members for replica in fabric.place.layout.replicas]
+        norm = self._model.grad_norm if speaks else 0.0
+        return self._commit(engine, self._digest if active else NO_DIGEST, replicas, [norm])
 
     def suspend(self) -> None:
         if self._fabric.phase == "reducing":
@@ -160,12 +137,6 @@ class ReplicaStep(Generic[_Sums]):
 
     def report(self) -> Report:
         return {"calls": [list(call) for call in self._calls], "began": self._began}
-
-    def adopt(self, result: bytes) -> None:
-        # A peer has committed, so this worker was in the commit: only the result is missing.
-        assert self._engine is not None and self.sums is not None
-        self.difference = None  # refers to another world, if to any
-        self.grad_norm, _ = adopt_commit(self._engine, self.sums, result)
 
     def _compute(self, engine: Engine, plan: CallPlan) -> None:
         fabric, model = self._fabric, self._model
@@ -284,3 +255,91 @@ def plan_calls(
     shares = shares_of(micro_batches, declared, counts if world == declared else None)
     rows = plan_rows(micro_batches, finished, place, world, shares=shares)
     return CallPlan(kept=0 if place is None else kept[place], calls=rows.calls, lost=rows.lost)
+
+
+class ReplicaEvaluation(Evaluation[Sequence[int]]):
+    """An evaluation, whose units are calls of some rows.
+
+    1. **Calls.** Each replica runs its share forward, batches of equal size in one call. One of its workers keeps the
+       results, call by call; in rows of several batches, each worker those of its own batches.
+    2. **Exchange.** All members, including spares, receive the results of every batch.
+
+    A worker that leaves before the end of the exchange cuts its replica's connections, since the first stage finishes
+    while the last one still computes. No worker thus waits for one that has left, and a complete replica may have to
+    repeat its share. Nothing is counted twice, as each batch's results are taken from one worker; no parameter or
+    gradient is changed.
+
+    Args:
+        batches: all of them, by number.
+        size: samples of a row's batches, by number of the row.
+        fabric: provides this worker's place, and receives its progress.
+        device: of the model.
+        call: runs some rows of one size forward, with the partners; arguments: their numbers, and the size.
+        results: returns the results of some rows, by their numbers, as bytes.
+        tells: whether this worker reports its replica's results, or those of its own batches.
+        width: batches of a row; if there are several, each worker runs and reports that of its shard.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[int],
+        size: Callable[[int], int],
+        fabric: ReplicaFabric[Any],
+        device: torch.device,
+        call: Callable[[Sequence[int], int], None],
+        results: Callable[[Collection[int]], bytes],
+        *,
+        tells: bool,
+        width: int = 1,
+    ) -> None:
+        finished: set[int] = set()
+
+        def run(rows: Sequence[int]) -> None:
+            fabric.phase = "calls"
+            run_released(partial(call, rows, size(rows[0])))
+            fabric.arrive(device)
+            if tells:
+                finished.update(rows)
+
+        super().__init__(self._calls, run, finished, lambda: results(sorted(finished)))
+        self._batches = batches
+        self._size = size
+        self._fabric = fabric
+        self._width = width
+
+    @property
+    def _place(self) -> EpochPlace:
+        assert self._fabric.place is not None
+        return self._fabric.place
+
+    @override
+    def attempt(self, engine: Engine) -> bytes:
+        result = super().attempt(engine)
+        self._fabric.phase = "idle"
+        return result
+
+    @override
+    def adopt(self, result: bytes) -> None:
+        self._fabric.phase = "idle"
+
+    @override
+    def _run_in(self, engine: Engine, unit: Sequence[int]) -> None:
+        self._run(unit)  # without a check: partners that have begun a call wait for this worker
+
+    def _calls(self, reports: ReportSum, rank: int) -> list[list[int]]:
+        layout, width = self._place.layout, self._width
+        finished = reports.finished if width == 1 else batches_of(reports, layout.shards, width)
+        plan = plan_rows(self._batches, finished, self._place.replica, len(layout.replicas), width=width)
+        return [list(rows) for _, rows in groupby(plan.rows, self._size)]
+
+
+def batches_of(reports: ReportSum, shards: Sequence[int], width: int) -> set[int]:
+    """Return the batches that present workers have finished, from reports of the rows in which each has run its own.
+
+    Args:
+        reports: of the members.
+        shards: of the members, by rank.
+        width: batches of a row, one for each shard.
+    """
+    of_shards = zip(reports.members, shards, strict=True)
+    return {row * width + shard for report, shard in of_shards if report is not None for row in report["finished"]}

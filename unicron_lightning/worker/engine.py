@@ -31,7 +31,7 @@ from unicron_lightning.worker.communication.communicator import (
 )
 from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.control.thread import Control
-from unicron_lightning.worker.report_sum import Report, ReportSum
+from unicron_lightning.worker.rows import Report, ReportSum
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,17 @@
-"""Small operations: agreeing on bytes, an action of the first rank, and the admission of joiners."""
+"""Operations beside the step: agreeing on bytes, an action of the first rank, the admission of joiners, evaluations."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final, Generic, NoReturn, TypeVar
 
 import msgspec
 
 from unicron_lightning.wire import PARTING
 from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes
 from unicron_lightning.worker.engine import JOIN, Engine, EpochChanged
-from unicron_lightning.worker.report_sum import Report, ReportSum
+from unicron_lightning.worker.rows import Report, ReportSum
 
 logger = logging.getLogger(__name__)
 
@@ -184,3 +184,59 @@ class Parting(Indivisible):
         with control.condition:
             control.condition.wait_for(lambda: control.failed_since(epoch))
         raise EpochChanged("a failure has deferred the end")
+
+
+_Unit = TypeVar("_Unit")
+
+
+class Evaluation(Generic[_Unit]):
+    """The end of a pass over evaluation data. Its result is `pack_parts` of each member's results.
+
+    Each rank has run its share without communication. The survivors repeat only a dead rank's batches, and every rank
+    gets the results of all batches in the same order, whatever the size of the world was. `replica.step` does the same
+    for replicas of several workers.
+
+    Args:
+        todo: given the members' reports and this rank, returns the units that this rank has yet to run: batches, by
+            number.
+        run: runs one of them and keeps its results.
+        finished: numbers that this rank reports: those of the batches that it has run so far; ``run`` adds to it.
+        results: returns this rank's results as bytes, once no batch is missing.
+    """
+
+    name = "evaluation"
+
+    def __init__(
+        self,
+        todo: Callable[[ReportSum, int], Iterable[_Unit]],
+        run: Callable[[_Unit], None],
+        finished: Collection[int],
+        results: Callable[[], bytes],
+    ) -> None:
+        self._plan = todo
+        self._run = run
+        self._finished = finished
+        self._results = results
+        self._todo: Iterable[_Unit] = ()
+
+    def plan(self, reports: ReportSum, rank: int) -> None:
+        self._todo = self._plan(reports, rank)
+
+    def attempt(self, engine: Engine) -> bytes:
+        for unit in self._todo:
+            self._run_in(engine, unit)
+        engine.fault("evaluated", engine.step)
+        return pack_parts(gather_bytes(engine.communicator, self._results(), engine.tag(self.name)))
+
+    def suspend(self) -> None:
+        pass
+
+    def report(self) -> Report:
+        return {"finished": sorted(self._finished)}
+
+    def adopt(self, result: bytes) -> None:
+        pass
+
+    def _run_in(self, engine: Engine, unit: _Unit) -> None:
+        engine.check()
+        self._run(unit)

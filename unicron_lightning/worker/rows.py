@@ -1,4 +1,4 @@
-"""Division of work among replicas: pure functions with the same result on every worker.
+"""Division of work among replicas, from the members' reports: the same result on every worker. Pure.
 
 A *row* is the part of a step, an evaluation or a prediction that a replica computes at a time: ``width`` micro-batches
 or batches with neighbouring numbers. A worker that holds the whole model is a replica by itself, with a width of 1.
@@ -16,8 +16,59 @@ finished are distributed round-robin over the present replicas (`plan_rows`). Tw
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from typing_extensions import Self
+
+from unicron_lightning import wire
+from unicron_lightning.copying import OfProcess
+from unicron_lightning.wire.report_sums import numbers_of
+
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSum:
+    """The members' reports of one operation, summed over the members that have begun it.
+
+    Attributes:
+        world: number of members.
+        begun: whether any has begun.
+        finished: micro-batches, or batches, that any has finished.
+        reduced: for each bucket whose reduction is complete somewhere, the lowest such rank and the number of ranks.
+        donor: lowest rank that has the task's state, if some have not; else None.
+        members: each one's own report, by rank (None: not begun); empty if each worker holds the whole model and
+            there are reports.
+    """
+
+    world: int
+    begun: bool = False
+    finished: frozenset[int] = frozenset()
+    reduced: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    donor: int | None = None
+    members: tuple[Report | None, ...] = ()
+
+    @classmethod
+    def nothing(cls, world: int) -> Self:
+        """The sum of an operation that no member has begun."""
+        return cls(world=world, members=(None,) * world)
+
+    @classmethod
+    def of(cls, go: wire.Go, world: int, members: tuple[Report | None, ...] = ()) -> Self:
+        """The sum that the coordinator has sent for an epoch of ``world`` members, with each one's own report."""
+        having = [standing.first for standing in go.standings if standing.position is not None]
+        return cls(
+            world=world,
+            begun=True,
+            finished=numbers_of(go.finished),
+            reduced={run.bucket + place: (run.first, run.count) for run in go.reduced for place in range(run.buckets)},
+            donor=min(having, default=None) if len(having) < len(go.standings) else None,
+            members=members,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,3 +188,84 @@ def present(places: Sequence[int], in_full_step: Sequence[int]) -> list[int]:
     """Return the micro-batches that there are at some places of a full step; ``in_full_step`` as of `shares_of`."""
     numbers = {place: number for number, place in enumerate(in_full_step)}
     return [numbers[place] for place in places if place in numbers]
+
+
+OBSERVED: Final = 8
+"""Steps with one division, whose median decides on the next one."""
+WORTH: Final = 0.1
+"""Relative reduction of the step's longest share that justifies another division; smaller ones may be noise."""
+
+
+def fit(times: Sequence[float], total: int) -> list[int]:
+    """The counts with the shortest longest share, with at least one micro-batch for each rank.
+
+    Args:
+        times: of one micro-batch, by rank; > 0.
+        total: number of micro-batches, at least one for each rank.
+    """
+    counts = [1] * len(times)
+    for _ in range(total - len(times)):
+        rank = min(range(len(times)), key=lambda r: ((counts[r] + 1) * times[r], r))
+        counts[rank] += 1
+    return counts
+
+
+def equal(total: int, world: int) -> list[int]:
+    """The counts of a round-robin division."""
+    return [len(range(rank, total, world)) for rank in range(world)]
+
+
+class Balance(OfProcess):
+    """Shares of the present epoch by speed: a rank with slower micro-batches gets fewer of them.
+
+    Every rank has to plan the same step, so the decision uses data that is equal on all ranks: each rank's time per
+    micro-batch since the epoch began, as gathered after the commits. Nothing is carried over to another epoch: joiners
+    and recovered workers have the same data as the others, and every epoch begins with equal shares.
+
+    Args:
+        total: returns the micro-batches of a whole step, the same on all ranks.
+        epoch: returns the present epoch of membership.
+        changed: called with the new counts and each rank's seconds per micro-batch.
+    """
+
+    def __init__(
+        self, total: Callable[[], int], epoch: Callable[[], int], changed: Callable[[list[int], list[float]], None]
+    ) -> None:
+        self._whole = total
+        self._now = epoch
+        self._changed = changed
+        self._epoch, self._total = -1, 0
+        self._counts: list[int] | None = None
+        self._seen: deque[list[float]] = deque(maxlen=OBSERVED)
+        self._skips = True
+
+    def counts(self, total: int) -> list[int] | None:
+        """Number of a step's micro-batches for each rank; None for shares as equal as possible."""
+        return self._counts if self._now() == self._epoch and total == self._total else None
+
+    def take(self, times: Sequence[float]) -> None:
+        """Record a committed step.
+
+        Args:
+            times: seconds per micro-batch of each rank; 0 for a rank without one.
+        """
+        if (epoch := self._now()) != self._epoch or self._whole() != self._total:
+            self._epoch, self._total, self._counts, self._skips = epoch, self._whole(), None, True
+            self._seen.clear()
+        if self._skips or min(times) <= 0.0 or self._total < len(times):
+            self._skips = False  # the first step of a division is slow because caches are cold
+            return
+        self._seen.append(list(times))
+        if len(self._seen) == OBSERVED:
+            self._review()
+
+    def _review(self) -> None:
+        usual = [statistics.median(values) for values in zip(*self._seen, strict=True)]
+        counts = self._counts or equal(self._total, len(usual))
+        better = fit(usual, self._total)
+        now, then = (max(n * t for n, t in zip(part, usual, strict=True)) for part in (counts, better))
+        if then > (1.0 - WORTH) * now:
+            return
+        self._counts, self._skips = better, True
+        self._seen.clear()
+        self._changed(better, usual)

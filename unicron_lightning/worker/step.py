@@ -19,74 +19,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
 import torch
+from typing_extensions import override
 
-from unicron_lightning.worker.agreement import Difference, first_unequal, odd_holders
-from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import Bucket, GradientBuckets
-from unicron_lightning.worker.commit import Sums, adopt_commit, commit
-from unicron_lightning.worker.communication.communicator import (
-    Communicator,
-    CommunicatorAborted,
-    Handle,
-    gather_bytes,
-    gather_rows,
-)
+from unicron_lightning.worker.commit import Step, Sums
+from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle
 from unicron_lightning.worker.digest import NO_DIGEST, StateDigest
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.report_sum import Report, ReportSum
-from unicron_lightning.worker.rows import plan_rows, shares_of
+from unicron_lightning.worker.rows import Balance, Report, ReportSum, plan_rows, shares_of
 
 DEVICE_POLL_SECONDS: Final = 0.0002
 RELEASE_SECONDS: Final = 30.0
 """Time to wait for the buffer of an aborted reduction before a second one is allocated."""
 
 
-def compare_states(
-    engine: Engine, digest: StateDigest, rows: Sequence[Sequence[float]], parts: Sequence[Sequence[int]]
-) -> Difference | None:
-    """Compare the states of the ranks that hold each part of a model, and find where they differ.
+class GradientStep(Step[Sums]):
+    """The operation of one step of a model that each worker holds.
 
     Args:
-        engine: exchanges what differs, if anything does.
-        digest: of this rank.
-        rows: the numbers of `StateDigest.row` of all ranks, in its order.
-        parts: the ranks that hold each part; a whole model is one part.
-    """
-    digests, further, joined = rows
-    late = [rank for rank, has_joined in enumerate(joined) if has_joined]
-    odd = odd_holders(digests, parts, late) or odd_holders(further, parts, late)
-    if not odd:
-        return None
-    own = msgspec.msgpack.encode({**digest.parts, **digest.further})
-    states = [
-        msgspec.msgpack.decode(each, type=dict[str, int])
-        for each in gather_bytes(engine.communicator, own, engine.tag("digests"))
-    ]
-    holders = next(each for each in parts if not {*each}.isdisjoint(odd))
-    first = next(filter(None, (first_unequal([states[rank] for rank in each]) for each in (holders, *parts))))
-    return Difference(odd=odd, joined=late, first=first)
-
-
-class GradientStep:
-    """The operation of one step.
-
-    Args:
-        micro_batches: all of the step's, by number.
+        micro_batches, sums, balance, digest: as of `Step`.
         gradients: accumulates the gradients; `GradientBuckets.begin` was called.
-        sums: the other sums.
         run: runs forward and backward of one micro-batch.
-        balance: the ranks' shares; None: equal ones.
-        digest: of the state before the step.
         in_full_step: see `rows.shares_of`.
-
-    Attributes:
-        recomputed: micro-batches that no present worker had finished when the step was planned again.
-        difference: between the states of the present world's ranks before the step; None without one.
     """
-
-    name = "step"
 
     def __init__(
         self,
@@ -98,15 +54,10 @@ class GradientStep:
         digest: StateDigest = NO_DIGEST,
         in_full_step: Sequence[int] | None = None,
     ) -> None:
-        self.micro_batches = list(micro_batches)
-        self.recomputed: list[int] = []
-        self.difference: Difference | None = None
-        self._digest = digest
+        super().__init__(micro_batches, sums, balance, digest)
         self._in_full_step = in_full_step
         self._gradients = gradients
-        self._sums = sums
         self._run = run
-        self._balance = balance
         self._buckets: list[Bucket] = [*gradients.buckets, *sums.buckets]
         self._finished: set[int] = set()
         self._reduced: set[int] = set()
@@ -117,18 +68,14 @@ class GradientStep:
         lost micro-batches are computed.
         """
         self._plan: StepPlan | None = None
-        self._engine: Engine | None = None
-        self._attempts = 0
         self._aborted = False
 
-    def plan(self, reports: ReportSum, rank: int) -> None:
-        counts = None if self._balance is None else self._balance.counts(len(self.micro_batches))
+    @override
+    def _plan_rest(self, reports: ReportSum, rank: int, counts: Sequence[int] | None) -> Sequence[int]:
         places = self._in_full_step
         self._plan = plan_step(self.micro_batches, len(self._buckets), reports, rank, counts, places)
         self._reduced &= self._plan.reduced
-        self._attempts += 1
-        if self._attempts > 1:
-            self.recomputed = list(self._plan.lost)
+        return self._plan.lost
 
     def attempt(self, engine: Engine) -> bytes:
         plan = self._plan
@@ -140,16 +87,7 @@ class GradientStep:
         engine.activity.enter("reduce")
         self._await_reductions(engine)
         engine.fault("reduced", engine.step)
-        engine.activity.enter("commit")
-        busy = engine.activity.busy()
-        committed = commit(engine, self._sums, (float(bool(self._digest.parts)),))
-        self.difference = None
-        if committed.own[0] or self._balance is not None:
-            times, *rows = gather_rows(engine.communicator, [busy, *self._digest.row]).T.tolist()
-            self.difference = compare_states(engine, self._digest, rows, [range(engine.world.size)])
-            if self._balance is not None:
-                self._balance.take(times)
-        return committed.encode()
+        return self._commit(engine, self._digest, [[rank] for rank in range(engine.world.size)])
 
     def suspend(self) -> None:
         # Completion must be read now: after the abort, ended and completed collectives look the same.
@@ -166,12 +104,11 @@ class GradientStep:
         tells = self._used is None or self._used.tells_success
         return {"finished": sorted(self._finished), "reduced": sorted(self._reduced) if tells else []}
 
+    @override
     def adopt(self, result: bytes) -> None:
-        self.difference = None  # refers to another world, if to any
         # A peer has committed, so every rank was in the commit and all reductions are complete here too.
         assert len(self._reduced) == len(self._buckets), "a step was committed with reductions missing here"
-        assert self._engine is not None
-        adopt_commit(self._engine, self._sums, result)
+        super().adopt(result)
 
     def _take_held(self, engine: Engine, plan: StepPlan) -> None:
         """Copy buckets that are complete on some ranks from there: they include the dead rank's part."""

@@ -15,12 +15,12 @@ pytest.importorskip("megatron.core.package_info")
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.replica.evaluation import ReplicaEvaluation
+from unicron_lightning.replica.step import ReplicaEvaluation
 from unicron_lightning.strategies.megatron.batches import StageBatches, StagePlaces, StageSteps, stage_batch
 from unicron_lightning.strategies.megatron.validation import StageEvaluation
 from unicron_lightning.strategies.state.comparison import Divergence
 from unicron_lightning.worker.control.activity import Activity
-from unicron_lightning.worker.report_sum import ReportSum
+from unicron_lightning.worker.rows import ReportSum
 
 
 def grid_at(tensor: int, stage: int) -> Any:
@@ -125,7 +125,7 @@ def run(replica: Replica, reports: ReportSum, monkeypatch: pytest.MonkeyPatch) -
         given.append(told)
         return given
 
-    monkeypatch.setattr("unicron_lightning.worker.evaluation.gather_bytes", gathers)
+    monkeypatch.setattr("unicron_lightning.worker.operations.gather_bytes", gathers)
     replica.operation.plan(reports, 0)
     engine: Any = Alone()
     replica.operation.attempt(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from unicron_lightning.data.loader import IndexedSteps, TrainingLoader
+from unicron_lightning.data.fetch import Fetcher
 from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.data.steps import IndexedSteps, StepLoader, StepPace
 from unicron_lightning.strategies.state.comparison import describe_data, describe_model, shared_state
 
 
@@ -42,8 +44,8 @@ def model_of(trainer: Any) -> dict[str, str]:
 def data_of(length: int = 40, seed: int = 3, *, shuffle: bool = True) -> dict[str, str]:
     loader = DataLoader(TensorDataset(torch.zeros(length, 2)), batch_size=2, shuffle=shuffle)
     order = DataOrder(loader, StepShape(devices=2, accumulation=1), seed)
-    steps = IndexedSteps(order, None, lambda: (0, 0), lambda m: list(m), lambda: None)
-    made = TrainingLoader(loader, order, 0, steps)
+    pace = StepPace(position=lambda: (0, 0), share=list)
+    made = StepLoader(loader, IndexedSteps(order, partial(Fetcher, loader, order, 0), pace))
     try:
         return describe_data(made)
     finally:
