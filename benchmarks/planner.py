@@ -37,16 +37,12 @@ import numba
 import numpy as np
 from measure import Figures
 
-from unicron_lightning.planner.events import TaskFinished
 from unicron_lightning.planner.performance.model import ParallelConfiguration
-from unicron_lightning.planner.placement.placer import Demand, NodeCapacity, Placement, place
-from unicron_lightning.planner.quantum import move_price
-from unicron_lightning.planner.reward import Curve
-from unicron_lightning.planner.search.options import Columns
-from unicron_lightning.planner.solver import columns_of, explain, solve
-from unicron_lightning.planner.state import ClusterState
-from unicron_lightning.planner.table import PlanTable
-from unicron_lightning.planner.task import PlanTask
+from unicron_lightning.planner.placement import Demand, NodeCapacity, Placement, place
+from unicron_lightning.planner.reward import Curve, PlanTask
+from unicron_lightning.planner.search.exact import Columns
+from unicron_lightning.planner.solver import PlanTable, columns_of, explain, solve
+from unicron_lightning.planner.state import ClusterState, TaskFinished, move_price
 from unicron_lightning.terms import Terms
 
 SIZES = {"small": (128, 6, 1), "medium": (2048, 64, 1), "large": (12_500, 256, 8)}

@@ -32,10 +32,8 @@ from performance.published import (
     searched,
 )
 
-from unicron_lightning.planner.performance.cluster import A800, H100
-from unicron_lightning.planner.performance.recipe import MEGATRON_2022
-from unicron_lightning.planner.performance.search import SearchSpace
-from unicron_lightning.planner.performance.transformer import TransformerModel
+from unicron_lightning.planner.performance.description import A800, H100, MEGATRON_2022
+from unicron_lightning.planner.performance.transformer import SearchSpace, TransformerModel
 
 GROUPS = {
     "arXiv 2104.04473, table 1 (A100, GPT 1.7B to 1T)": ("2104.04473",),

@@ -25,7 +25,7 @@ from typing import Any
 
 from unicron_lightning.demo.cluster import SharedNodes
 from unicron_lightning.demo.sharing import Work, longest_stand
-from unicron_lightning.planner.performance.table import MeasuredPoint, MeasuredTable
+from unicron_lightning.planner.performance.model import MeasuredPoint, MeasuredTable
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.settings import simulate
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault

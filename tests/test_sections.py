@@ -83,7 +83,7 @@ def test_what_is_wrong_is_named(data: object, words: str) -> None:
 
 
 def test_the_schema_names_every_field_of_a_transformer() -> None:
-    from unicron_lightning.planner.performance.shape import ModelShape
+    from unicron_lightning.planner.performance.description import ModelShape
 
     assert {each.name for each in fields(ModelShape)} < {each.name for each in fields(config.TransformerConfig)}
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unicron_lightning.planner.search import dynamic_program, options  # noqa: F401 - to be compiled
-from unicron_lightning.planner.search.compiler import compile_all
+from unicron_lightning.planner.search.dynamic_program import compile_all
 
 
 @pytest.fixture(scope="session", autouse=True)

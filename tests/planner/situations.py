@@ -11,10 +11,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from unicron_lightning.planner.performance.model import ParallelConfiguration
-from unicron_lightning.planner.plan import Plan, reward_of
-from unicron_lightning.planner.reward import Curve
+from unicron_lightning.planner.reward import Curve, PlanTask
+from unicron_lightning.planner.solver import Plan, reward_of
 from unicron_lightning.planner.state import ClusterState
-from unicron_lightning.planner.task import PlanTask
 from unicron_lightning.terms import Terms
 
 NAMES = ("ada", "bo", "cy", "dee", "eve", "flo", "gus", "hal")

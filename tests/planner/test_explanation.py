@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from planner.situations import SHAPES, cluster, every_plan, merit, shaped, states, task
 
-from unicron_lightning.planner.plan import neighbours
-from unicron_lightning.planner.solver import explain, solve
+from unicron_lightning.planner.solver import explain, neighbours, solve
 from unicron_lightning.planner.state import ClusterState
 
 

@@ -12,10 +12,9 @@ from planner.situations import Given, cluster, every_plan, merit, task
 from planner.test_table import assert_fresh
 
 from unicron_lightning.planner.performance.model import ParallelConfiguration
-from unicron_lightning.planner.search import compiler
-from unicron_lightning.planner.solver import solve
-from unicron_lightning.planner.table import PlanTable
-from unicron_lightning.planner.task import PlanTask
+from unicron_lightning.planner.reward import PlanTask
+from unicron_lightning.planner.search import dynamic_program
+from unicron_lightning.planner.solver import PlanTable, solve
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def test_the_plan_is_the_best_of_all(given_tasks: list, seconds: float) -> None:
 def test_a_small_gain_is_not_worth_a_relayout(compiled: bool) -> None:
     """With a free worker 10 % are gained for 8 s: as much as a step's loss of 0.8 s, less than a restart."""
     if compiled:
-        compiler.compile_all()
+        dynamic_program.compile_all()
     flops, tensor = [0, 10, 20, 22], [1, 1, 1, 2]
     quick, slow = (laid("a", flops, tensor, seconds) for seconds in (0.1, 1.0))
     for each, expected in ((quick, 3), (slow, 2)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from planner.situations import cluster, task
 
-from unicron_lightning.planner.plan import Plan, neighbours
+from unicron_lightning.planner.solver import Plan, neighbours
 from unicron_lightning.planner.state import ClusterState
 
 

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 from planner.situations import SHAPES, cluster, shaped, task
 
-from unicron_lightning.planner import quantum
-from unicron_lightning.planner.plan import reward_of
-from unicron_lightning.planner.solver import columns_of, solve
+from unicron_lightning.planner.solver import columns_of, reward_of, solve
+from unicron_lightning.planner.state import REWARD_BITS, move_price
 
 
 def bound(num_tasks: int, num_units: int) -> float:
     """The price of a moved unit, as a share of the largest reward; it is above twice the error of a plan."""
     state = cluster([task(f"t{n}", np.arange(1.0 + num_units)) for n in range(num_tasks)], num_units)
     largest = num_units * state.duration_seconds
-    price = quantum.move_price(state)
+    price = move_price(state)
     assert price > 2 * (0.75 * num_units + 1.75 * num_tasks)
     return price * state.quantum_flop / largest
 
@@ -32,7 +31,7 @@ def test_a_plans_keys_add_up_to_its_value_within_the_bound(kind: str) -> None:
     state = shaped(kind, 6, 300, seed=4)
     state = state.adopt(solve(state).allocation)
     state = state.after(state.loss_of(next(iter(state.allocation))))
-    price = quantum.move_price(state)
+    price = move_price(state)
     plan = solve(state)
     total = 0
     for curve, column, workers in zip(state.tasks, columns_of(state, (), price), plan.workers, strict=True):
@@ -43,7 +42,7 @@ def test_a_plans_keys_add_up_to_its_value_within_the_bound(kind: str) -> None:
         error = abs(rounded - reward_of(state, curve, workers) / state.quantum_flop)
         assert error <= 0.75 * workers + 0.5 + 0.01
     assert abs(total - plan.value / state.quantum_flop) <= 0.75 * 300 + 0.5 * 6
-    assert abs(total) < 2**quantum.REWARD_BITS
+    assert abs(total) < 2**REWARD_BITS
 
 
 def test_a_coarse_quantum_that_is_given_is_kept_and_a_fine_one_is_not() -> None:

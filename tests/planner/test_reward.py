@@ -9,11 +9,9 @@ import pytest
 from planner.situations import Given, cluster, task
 
 from unicron_lightning.planner.performance.model import SublinearModel
-from unicron_lightning.planner.plan import Plan
-from unicron_lightning.planner.reward import Curve
-from unicron_lightning.planner.solver import solve
+from unicron_lightning.planner.reward import Curve, PlanTask
+from unicron_lightning.planner.solver import Plan, solve
 from unicron_lightning.planner.state import ClusterState
-from unicron_lightning.planner.task import PlanTask
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,8 @@ from planner.situations import (
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from unicron_lightning.planner.events import TaskLaunched
-from unicron_lightning.planner.plan import Plan, neighbours, reward_of
-from unicron_lightning.planner.solver import solve
-from unicron_lightning.planner.state import ClusterState
-from unicron_lightning.planner.table import foreseen
+from unicron_lightning.planner.solver import Plan, foreseen, neighbours, reward_of, solve
+from unicron_lightning.planner.state import ClusterState, TaskLaunched
 
 
 @st.composite

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 from planner.situations import cluster, task
 
-from unicron_lightning.planner.events import NodesJoined, TaskFinished, TaskLaunched, WorkersLost
-from unicron_lightning.planner.state import ClusterState
+from unicron_lightning.planner.state import ClusterState, NodesJoined, TaskFinished, TaskLaunched, WorkersLost
 
 
 @pytest.fixture

@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from planner.situations import SHAPES, cluster, shaped, states, task
 
-from unicron_lightning.planner.events import NodesJoined, TaskFinished, WorkersLost
 from unicron_lightning.planner.reward import Curve
 from unicron_lightning.planner.search import dynamic_program
-from unicron_lightning.planner.solver import solve
-from unicron_lightning.planner.state import ClusterState
-from unicron_lightning.planner.table import PlanTable, StaleTable, foreseen
+from unicron_lightning.planner.solver import PlanTable, StaleTable, foreseen, solve
+from unicron_lightning.planner.state import ClusterState, NodesJoined, TaskFinished, WorkersLost
 
 
 def assert_fresh(table: PlanTable, state: ClusterState) -> None:

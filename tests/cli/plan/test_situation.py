@@ -19,8 +19,8 @@ from unicron_lightning.cli.plan.config import (
 )
 from unicron_lightning.cli.plan.situation import failure_model, nodes_of, situation_of
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.planner.performance.shape import ModelShape
-from unicron_lightning.planner.placement.placer import NodeCapacity
+from unicron_lightning.planner.performance.description import ModelShape
+from unicron_lightning.planner.placement import NodeCapacity
 from unicron_lightning.planner.solver import solve
 
 HERE = Path()

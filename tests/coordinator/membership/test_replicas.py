@@ -11,7 +11,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.answers import allocation_of, state_of
 from unicron_lightning.coordinator.membership.replicas import refusal
-from unicron_lightning.planner.placement.assignment import Place, assign
+from unicron_lightning.planner.placement import Place, assign
 from unicron_lightning.planner.solver import solve
 
 

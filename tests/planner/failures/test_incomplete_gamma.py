@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special
 
-from unicron_lightning.planner.failures.hazards import log_upper_fraction
+from unicron_lightning.planner.failures import log_upper_fraction
 
 shapes = st.floats(0.05, 5000)
 ratios = st.floats(1e-4, 50)

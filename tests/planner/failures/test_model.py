@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_lightning.planner.failures.hazards import ConstantHazard, FailureModel, WeibullHazard
+from unicron_lightning.planner.failures import ConstantHazard, FailureModel, WeibullHazard
 
 YEAR = 365.0 * 86400.0
 rates = st.floats(1e-10, 1e-3)

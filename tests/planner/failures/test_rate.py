@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_lightning.planner.failures.hazards import FailureModel
-from unicron_lightning.planner.failures.rate import RateBelief
+from unicron_lightning.planner.failures import FailureModel, RateBelief
 
 HOUR = 3600.0
 beliefs = st.builds(RateBelief, num_failures=st.floats(0.1, 100), exposure_seconds=st.floats(1e3, 1e10))

@@ -21,14 +21,27 @@ from typing import Any
 
 import numpy as np
 
-from unicron_lightning.planner.performance.cluster import A100, H100, Hardware
-from unicron_lightning.planner.performance.layouts import RECOMPUTE, Layouts
+from unicron_lightning.planner.performance.description import (
+    A100,
+    H100,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    MEGATRON_CORE,
+    Hardware,
+    ModelShape,
+    Recipe,
+    Recompute,
+)
 from unicron_lightning.planner.performance.model import ParallelConfiguration
-from unicron_lightning.planner.performance.recipe import MEGATRON_2021, MEGATRON_2022, MEGATRON_CORE, Recipe
-from unicron_lightning.planner.performance.shape import ModelShape, Recompute
-from unicron_lightning.planner.performance.timing import layer_seconds, step_seconds
-from unicron_lightning.planner.performance.transformer import SCALING_LOSS, TransformerModel
-from unicron_lightning.planner.performance.worker_memory import worker_bytes
+from unicron_lightning.planner.performance.transformer import (
+    RECOMPUTE,
+    SCALING_LOSS,
+    Layouts,
+    TransformerModel,
+    layer_seconds,
+    step_seconds,
+    worker_bytes,
+)
 
 
 def layouts_of(*configurations: ParallelConfiguration) -> Layouts:

@@ -8,8 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unicron_lightning.planner.performance.calibrated import CalibratedModel, Measurement
-from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel
-from unicron_lightning.planner.performance.table import MeasuredPoint, MeasuredTable
+from unicron_lightning.planner.performance.model import (
+    MeasuredPoint,
+    MeasuredTable,
+    ParallelConfiguration,
+    PerformanceModel,
+)
 
 PRIOR = MeasuredTable(points=tuple(MeasuredPoint(num_workers=2**k, flops_per_second=1e14 * 2**k) for k in range(3, 12)))
 

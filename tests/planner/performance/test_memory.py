@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.performance.published import GPT_1T, GPT_22B, GPT_175B, GPT_530B, LLAMA_70B, layout, layouts_of
 
+from unicron_lightning.planner.performance.description import MEGATRON_2021, MEGATRON_2022, MEGATRON_CORE, ModelShape
 from unicron_lightning.planner.performance.model import ParallelConfiguration
-from unicron_lightning.planner.performance.recipe import MEGATRON_2021, MEGATRON_2022, MEGATRON_CORE
-from unicron_lightning.planner.performance.shape import ModelShape
-from unicron_lightning.planner.performance.worker_memory import (
+from unicron_lightning.planner.performance.transformer import (
     first_stage_activation_bytes,
     layer_activation_bytes,
     linear_bytes,

@@ -10,10 +10,9 @@ import torch
 from planner.performance.published import layouts_of
 from torch import nn
 
+from unicron_lightning.planner.performance.description import MEGATRON_2022, ModelShape
 from unicron_lightning.planner.performance.model import ParallelConfiguration
-from unicron_lightning.planner.performance.recipe import MEGATRON_2022
-from unicron_lightning.planner.performance.shape import ModelShape
-from unicron_lightning.planner.performance.worker_memory import layer_activation_bytes
+from unicron_lightning.planner.performance.transformer import layer_activation_bytes
 
 SHAPE = ModelShape(num_layers=1, hidden_size=256, num_heads=8, sequence_length=64, vocabulary_size=100)
 

@@ -19,10 +19,8 @@ from planner.performance.published import (
 )
 
 from unicron_lightning.planner.performance.calibrated import CalibratedModel, Measurement
-from unicron_lightning.planner.performance.cluster import H100
-from unicron_lightning.planner.performance.search import SearchSpace, search
-from unicron_lightning.planner.performance.shape import ModelShape
-from unicron_lightning.planner.performance.transformer import RELATIVE_ERROR, TransformerModel
+from unicron_lightning.planner.performance.description import H100, ModelShape
+from unicron_lightning.planner.performance.transformer import RELATIVE_ERROR, SearchSpace, TransformerModel, search
 
 
 def errors(*words: str) -> list[float]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.performance.published import GPT_175B, GPT_530B, LLAMA_8B, LLAMA_70B, LLAMA_405B, gpt, llama
 
-from unicron_lightning.planner.performance.shape import ModelShape
+from unicron_lightning.planner.performance.description import ModelShape
 
 # arXiv 2104.04473, table 1: parameters (billions), heads, hidden size, layers.
 TABLE_1 = [

@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel
-from unicron_lightning.planner.performance.parsing import points_from_csv, points_from_rows
-from unicron_lightning.planner.performance.table import MeasuredPoint, MeasuredTable
+from unicron_lightning.planner.performance.model import (
+    MeasuredPoint,
+    MeasuredTable,
+    ParallelConfiguration,
+    PerformanceModel,
+    points_from_csv,
+    points_from_rows,
+)
 
 EIGHT = MeasuredPoint(num_workers=8, flops_per_second=1e15)
 SIXTEEN = MeasuredPoint(num_workers=16, flops_per_second=1.8e15, relative_error=0.02)

@@ -7,9 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.performance.published import GPT_22B, GPT_175B, LLAMA_70B, LLAMA_405B, layout
 
-from unicron_lightning.planner.performance.cluster import A100, A800, H100, H200
-from unicron_lightning.planner.performance.recipe import MEGATRON_2022, MEGATRON_CORE, Efficiency
-from unicron_lightning.planner.performance.timing import StepSeconds, layer_seconds, step_seconds
+from unicron_lightning.planner.performance.description import (
+    A100,
+    A800,
+    H100,
+    H200,
+    MEGATRON_2022,
+    MEGATRON_CORE,
+    Efficiency,
+)
+from unicron_lightning.planner.performance.transformer import StepSeconds, layer_seconds, step_seconds
 
 SHAPES = st.sampled_from([GPT_22B, GPT_175B, LLAMA_70B])
 # Only products take time: memory and links are free.

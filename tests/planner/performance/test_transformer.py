@@ -12,16 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.performance.published import GPT_22B, GPT_175B, LLAMA_8B, LLAMA_70B, layouts_of
 
-from unicron_lightning.planner.performance import search
-from unicron_lightning.planner.performance.cluster import A100, H100, H200, PRESETS
-from unicron_lightning.planner.performance.layouts import Layouts
+from unicron_lightning.planner.performance import transformer
+from unicron_lightning.planner.performance.description import (
+    A100,
+    H100,
+    H200,
+    MEGATRON_2022,
+    MEGATRON_CORE,
+    PRESETS,
+    RECIPES,
+    ModelShape,
+)
 from unicron_lightning.planner.performance.model import PerformanceModel
-from unicron_lightning.planner.performance.recipe import MEGATRON_2022, MEGATRON_CORE, RECIPES
-from unicron_lightning.planner.performance.search import SearchSpace
-from unicron_lightning.planner.performance.shape import ModelShape
-from unicron_lightning.planner.performance.timing import step_seconds
-from unicron_lightning.planner.performance.transformer import RELATIVE_ERROR, TransformerModel
-from unicron_lightning.planner.performance.worker_memory import worker_bytes
+from unicron_lightning.planner.performance.transformer import (
+    RELATIVE_ERROR,
+    Layouts,
+    SearchSpace,
+    TransformerModel,
+    step_seconds,
+    worker_bytes,
+)
 
 TINY = ModelShape(num_layers=6, hidden_size=1024, num_heads=4, sequence_length=512, vocabulary_size=1000)
 MODELS = st.builds(
@@ -144,7 +154,7 @@ def test_a_model_that_never_fits() -> None:
 )
 def test_tensor_parallelism_divides_heads_groups_and_width(fields, degrees) -> None:
     shape = replace(TINY, **{"num_heads": 8, **fields})
-    assert set(search._tensor_degrees(shape, A100)) == degrees
+    assert set(transformer._tensor_degrees(shape, A100)) == degrees
 
 
 def test_uneven_shares_use_counts_that_even_ones_cannot() -> None:

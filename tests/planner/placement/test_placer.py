@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_lightning.planner.placement.placer import Demand, Move, NodeCapacity, place
+from unicron_lightning.planner.placement import Demand, Move, NodeCapacity, place
 
 Running = dict[str, dict[str, int]]
 Case = tuple[list[NodeCapacity], list[Demand], Running]

@@ -11,9 +11,8 @@ import numba
 import pytest
 from planner.situations import SHAPES, shaped
 
-from unicron_lightning.planner.search import compiler, dynamic_program, options
-from unicron_lightning.planner.solver import solve
-from unicron_lightning.planner.table import PlanTable
+from unicron_lightning.planner.search import dynamic_program, exact
+from unicron_lightning.planner.solver import PlanTable, solve
 
 
 @pytest.mark.parametrize(
@@ -26,10 +25,7 @@ def test_importing_the_package_does_not_load_numba(module: str) -> None:
 
 @pytest.mark.parametrize("module", ["torch", "lightning", "numba"])
 def test_importing_the_planner_loads_neither_torch_nor_lightning_nor_numba(module: str) -> None:
-    code = (
-        "import sys, unicron_lightning.planner.table, unicron_lightning.planner.solver\n"
-        f"sys.exit({module!r} in sys.modules)"
-    )
+    code = f"import sys, unicron_lightning.planner.solver; sys.exit({module!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
@@ -38,7 +34,7 @@ import json, logging, sys
 from unicron_lightning.planner.reward import Curve
 from unicron_lightning.planner.solver import solve
 from unicron_lightning.planner.state import ClusterState
-from unicron_lightning.planner.task import PlanTask
+from unicron_lightning.planner.reward import PlanTask
 
 logging.basicConfig(stream=sys.stderr)
 units = int(sys.argv[1])
@@ -83,7 +79,7 @@ def test_a_large_plan_is_compiled_and_equal_without_numba_but_then_it_warns_once
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def interpret() -> None:
-        for module in (options, dynamic_program):
+        for module in (exact, dynamic_program):
             for name, function in list(vars(module).items()):
                 if hasattr(function, "py_func"):
                     monkeypatch.setattr(module, name, function.py_func)
@@ -97,7 +93,7 @@ def test_interpreted_loops_give_the_same_plans(interpreted: Callable[[], None]) 
     cases = [after for cold in colds for after in (cold, cold.adopt(solve(cold).allocation))]
     compiled = [(solve(case), PlanTable.of(case).plans) for case in cases]
     interpreted()
-    assert not hasattr(options.keys_of, "py_func")
+    assert not hasattr(exact.keys_of, "py_func")
     for case, (alone, ahead) in zip(cases, compiled, strict=True):
         assert solve(case).workers == alone.workers
         assert {event: made.workers for event, made in PlanTable.of(case).plans.items()} == {
@@ -118,7 +114,7 @@ def test_without_a_place_for_the_cache_it_compiles_all_the_same(monkeypatch: pyt
         return original(*functions, nogil=nogil)
 
     monkeypatch.setattr(numba, "njit", njit)
-    assert compiler.machine_code(double)(21) == 42
+    assert dynamic_program.machine_code(double)(21) == 42
 
 
 def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,4 +123,4 @@ def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(numba, "njit", njit)
     with pytest.raises(RuntimeError, match="something else"):
-        compiler.machine_code(double)
+        dynamic_program.machine_code(double)

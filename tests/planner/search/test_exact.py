@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given, settings
 from planner.situations import SHAPES, every_plan, merit, shaped, states
 
-from unicron_lightning.planner.quantum import move_price
 from unicron_lightning.planner.search import exact
-from unicron_lightning.planner.search.exact import SearchProblem, Variant, best_choices, reduced_costs
-from unicron_lightning.planner.search.options import NOTHING, Column
+from unicron_lightning.planner.search.exact import NOTHING, Column, SearchProblem, Variant, best_choices, reduced_costs
 from unicron_lightning.planner.solver import columns_of
-from unicron_lightning.planner.state import ClusterState
+from unicron_lightning.planner.state import ClusterState, move_price
 
 
 def problem_of(kind: str, seed: int) -> SearchProblem:

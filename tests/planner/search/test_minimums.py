@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.situations import cluster, merit, states, task
 
-from unicron_lightning.planner.plan import Plan
-from unicron_lightning.planner.search.minimums import must_pause
-from unicron_lightning.planner.solver import solve
+from unicron_lightning.planner.search.exact import must_pause
+from unicron_lightning.planner.solver import Plan, solve
 from unicron_lightning.planner.state import ClusterState
 
 

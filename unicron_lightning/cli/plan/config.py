@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.performance.transformer import SCALING_LOSS
-from unicron_lightning.planner.placement.placer import NodeState
+from unicron_lightning.planner.placement import NodeState
 from unicron_lightning.sections import read_section, read_yaml
 
 
@@ -67,7 +67,7 @@ class FailuresConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """A transformer without measurements; see `unicron_lightning.planner.performance.shape.ModelShape`."""
+    """A transformer without measurements; see `unicron_lightning.planner.performance.description.ModelShape`."""
 
     num_layers: int
     hidden_size: int
@@ -101,7 +101,7 @@ class PerformanceConfig:
     flops: dict[int, float] | None = None
     """Workers -> achieved aggregate FLOP/s."""
     points: list[dict[str, Any]] | None = None
-    """Rows with the columns of `unicron_lightning.planner.performance.parsing`."""
+    """Rows with the columns of `unicron_lightning.planner.performance.model`."""
     csv: str | None = None
     """A file with such rows; its path is relative to the folder of the YAML file."""
     transformer: TransformerConfig | None = None
@@ -123,7 +123,7 @@ class PerformanceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTaskConfig:
-    """A task; see `unicron_lightning.planner.task.PlanTask`."""
+    """A task; see `unicron_lightning.planner.reward.PlanTask`."""
 
     performance: PerformanceConfig
     transition_seconds: float = field(

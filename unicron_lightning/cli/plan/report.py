@@ -15,9 +15,8 @@ from rich.table import Table
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.performance.model import ParallelConfiguration
-from unicron_lightning.planner.placement.placer import Placement
-from unicron_lightning.planner.plan import Plan, TaskPlan
-from unicron_lightning.planner.solver import explain
+from unicron_lightning.planner.placement import Placement
+from unicron_lightning.planner.solver import Plan, TaskPlan, explain
 
 _COLUMNS = ("task", "weight", "now", "lost", "plan", "TFLOP/s", "WAF", "layout", "last brings", "next brings", "nodes")
 _FIRST_HIDDEN = ("next brings", "last brings", "weight", "TFLOP/s", "layout", "lost")

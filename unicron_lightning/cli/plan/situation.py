@@ -17,28 +17,27 @@ from unicron_lightning.cli.plan.config import (
     TransformerConfig,
 )
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.planner.failures.hazards import (
+from unicron_lightning.planner.failures import (
     SECONDS_PER_HOUR,
     ConstantHazard,
     FailureModel,
     Hazard,
+    RateBelief,
     WeibullHazard,
 )
-from unicron_lightning.planner.failures.rate import RateBelief
 from unicron_lightning.planner.performance.calibrated import CalibratedModel, Measurement
-from unicron_lightning.planner.performance.cluster import PRESETS, Hardware
-from unicron_lightning.planner.performance.model import PerformanceModel
-from unicron_lightning.planner.performance.parsing import points_from_csv, points_from_rows
-from unicron_lightning.planner.performance.recipe import RECIPES
-from unicron_lightning.planner.performance.search import SearchSpace
-from unicron_lightning.planner.performance.shape import ModelShape
-from unicron_lightning.planner.performance.table import MeasuredTable
-from unicron_lightning.planner.performance.transformer import TransformerModel
-from unicron_lightning.planner.placement.placer import Accelerators, Demand, NodeCapacity, Placement, place
-from unicron_lightning.planner.plan import Plan
-from unicron_lightning.planner.reward import Curve
+from unicron_lightning.planner.performance.description import PRESETS, RECIPES, Hardware, ModelShape
+from unicron_lightning.planner.performance.model import (
+    MeasuredTable,
+    PerformanceModel,
+    points_from_csv,
+    points_from_rows,
+)
+from unicron_lightning.planner.performance.transformer import SearchSpace, TransformerModel
+from unicron_lightning.planner.placement import Accelerators, Demand, NodeCapacity, Placement, place
+from unicron_lightning.planner.reward import Curve, PlanTask
+from unicron_lightning.planner.solver import Plan
 from unicron_lightning.planner.state import ClusterState
-from unicron_lightning.planner.task import PlanTask
 from unicron_lightning.terms import Terms
 
 

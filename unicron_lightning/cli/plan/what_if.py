@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from unicron_lightning.cli.plan.command import EVENTS
 from unicron_lightning.cli.plan.situation import Situation
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.planner.events import Event, NodesJoined, TaskFinished, TaskLaunched, WorkersLost
-from unicron_lightning.planner.placement.placer import NodeCapacity, Placement
-from unicron_lightning.planner.plan import Plan
-from unicron_lightning.planner.solver import solve
+from unicron_lightning.planner.placement import NodeCapacity, Placement
+from unicron_lightning.planner.solver import Plan, solve
+from unicron_lightning.planner.state import Event, NodesJoined, TaskFinished, TaskLaunched, WorkersLost
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,10 @@ from unicron_lightning.coordinator.state import Cluster
 
 if TYPE_CHECKING:
     from unicron_lightning.coordinator.config.schema import PlannerConfig
-    from unicron_lightning.planner.events import Event
     from unicron_lightning.planner.performance.model import PerformanceModel
-    from unicron_lightning.planner.plan import Plan
     from unicron_lightning.planner.reward import Curve
-    from unicron_lightning.planner.state import ClusterState
-    from unicron_lightning.planner.table import PlanTable
+    from unicron_lightning.planner.solver import Plan, PlanTable
+    from unicron_lightning.planner.state import ClusterState, Event
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +121,7 @@ class Planning:
         )
 
     def _plan_ahead(self, standing: Question, known: Knowledge) -> None:
-        from unicron_lightning.planner.solver import solve
-        from unicron_lightning.planner.table import PlanTable
+        from unicron_lightning.planner.solver import PlanTable, solve
 
         state = state_of(standing, known)
         before = self._ahead
@@ -169,7 +166,7 @@ class AskedAhead:
 
 def event_between(standing: Question, question: Question) -> Event | None:
     """Return the event between two situations, if it is one that is planned ahead; None otherwise."""
-    from unicron_lightning.planner.events import NodesJoined, TaskFinished, WorkersLost
+    from unicron_lightning.planner.state import NodesJoined, TaskFinished, WorkersLost
 
     old = {task.name: task for task in standing.tasks}
     new = {task.name: task for task in question.tasks}
@@ -204,8 +201,7 @@ def state_of(question: Question, known: Knowledge) -> ClusterState:
 
 def _curve(task: Competitor, known: Knowledge, reach: int) -> Curve:
     """Evaluate a task's performance at every number of places up to ``reach`` that it may get."""
-    from unicron_lightning.planner.reward import Curve
-    from unicron_lightning.planner.task import PlanTask
+    from unicron_lightning.planner.reward import Curve, PlanTask
 
     planned = PlanTask(
         name=task.plan_name,

@@ -37,7 +37,7 @@ from unicron_lightning.jobs import Job
 
 if TYPE_CHECKING:
     from unicron_lightning.coordinator.config.schema import PlannerConfig
-    from unicron_lightning.planner.failures.hazards import FailureModel
+    from unicron_lightning.planner.failures import FailureModel
     from unicron_lightning.planner.performance.calibrated import Measurement
     from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel
     from unicron_lightning.planner.transitions import TransitionTimes
@@ -175,8 +175,7 @@ def failure_model(tasks: Mapping[str, Task], past: Lifetimes, planner: PlannerCo
         past: lifetimes of ended tasks.
         planner: has the mean times between failures, each weighted like one observed failure.
     """
-    from unicron_lightning.planner.failures.hazards import FailureModel
-    from unicron_lightning.planner.failures.rate import RateBelief
+    from unicron_lightning.planner.failures import FailureModel, RateBelief
 
     slots = RateBelief.from_mtbf(planner.node_mtbf_hours * _HOUR)
     workers = RateBelief.from_mtbf(planner.worker_mtbf_hours * _HOUR)
@@ -204,7 +203,7 @@ def _level(shape: PerformanceModel, speeds: Mapping[int, Speed], flops: float | 
 
 
 def _profile(profile: Mapping[int, float]) -> PerformanceModel:
-    from unicron_lightning.planner.performance.table import MeasuredPoint, MeasuredTable
+    from unicron_lightning.planner.performance.model import MeasuredPoint, MeasuredTable
 
     points = tuple(MeasuredPoint(num_workers=x, flops_per_second=rate) for x, rate in sorted(profile.items()))
     return MeasuredTable(points=points, between="linear")

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from unicron_lightning.coordinator.state import Agent, Cluster, Node, Task
-from unicron_lightning.planner.placement.assignment import Place, PlaceList
+from unicron_lightning.planner.placement import Place, PlaceList
 
 NO_TASK: Final = ""
 """Task name of a place that the plan leaves unused."""

@@ -33,7 +33,7 @@ from unicron_lightning.coordinator.allocation.request import Competitor, Questio
 from unicron_lightning.coordinator.membership.epochs import keep_running, save_and_stop
 from unicron_lightning.coordinator.membership.replicas import keep_together, worth
 from unicron_lightning.coordinator.state import Agent, Cluster, Task, has_multiple
-from unicron_lightning.planner.placement.assignment import assign
+from unicron_lightning.planner.placement import assign
 from unicron_lightning.terms import Terms
 
 

@@ -2,10 +2,9 @@
 
 Nothing is imported here. Read in this order:
 
-* `model`: the interface that the planner uses, and `SublinearModel`, the assumption for a task without any data;
-* `table`, `parsing`: the user's own measurements;
-* `shape`, `cluster`, `recipe`: the model, the machines and the training method; then the formulas in `memory` and
-  `timing`;
-* `search`, `transformer`: the best configuration for every x by those formulas; `layouts` holds many at once;
+* `model`: the interface that the planner uses, `SublinearModel`, the assumption for a task without any data, and
+  `MeasuredTable`, the user's own measurements;
+* `description`: the model, the machines and the training method;
+* `transformer`: the formulas of memory and time, and the best configuration for every x by them;
 * `calibrated`: any model, corrected by measurements of running tasks.
 """

@@ -5,39 +5,112 @@
 Row i of the *prefix* table covers the tasks before i, row i of the *suffix* table the tasks from i on. A row is kept
 only for a window of j, ``low`` to ``high``. Smaller budgets are infeasible or leave more than the other tasks can use;
 larger ones have the value at ``high``.
+
+The loops are interpreted until a problem is large. A plan for 128 units and 6 tasks takes 4 ms interpreted. Importing
+numba takes most of a second, and compiling several, once per machine. Large problems take minutes interpreted, and
+milliseconds compiled.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib.util
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import numpy as np
-
-from unicron_lightning.planner.search.compiler import compilable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Ints = NDArray[np.int64]
 
+logger = logging.getLogger(__name__)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+INTERPRETED: Final = 8192
+"""Largest number of units x tasks that is planned interpreted: at most 0.3 s, with the plans made ahead 0.6 s."""
+
+_LOCK = threading.Lock()
+_INTERPRETED: list[Callable[..., Any]] = []
+_REPORTED: list[int] = []
+
+
+def compilable(function: Function) -> Function:
+    """Register a function of a module, which other modules must call as an attribute of that module."""
+    _INTERPRETED.append(function)
+    return function
+
+
+def prepare(size: int) -> None:
+    """Compile all registered functions if a problem is large.
+
+    Without numba it warns once, and everything stays interpreted.
+
+    Args:
+        size: units x tasks.
+    """
+    if size <= INTERPRETED or not _INTERPRETED or compile_all() or _REPORTED:
+        return
+    _REPORTED.append(size)
+    logger.warning(
+        "planning_is_interpreted units_x_tasks=%d: plans of this size can take minutes without numba; "
+        "install unicron-lightning[plan]",
+        size,
+    )
+
+
+def compile_all() -> bool:
+    """Replace the registered functions in their modules by compiled ones; return False without numba."""
+    with _LOCK:
+        if _INTERPRETED and importlib.util.find_spec("numba") is None:
+            return False
+        while _INTERPRETED:
+            function: Any = _INTERPRETED[0]
+            setattr(sys.modules[function.__module__], function.__name__, machine_code(function))
+            del _INTERPRETED[0]
+    return True
+
+
+def machine_code(function: Function) -> Function:
+    """Compile a function at its first call; cache the code on disk for other processes.
+
+    If neither the installed package nor the user's cache folder is writable, every process compiles for itself. The
+    code runs without the interpreter's lock: planning ahead does not stop other threads.
+    """
+    import numba
+
+    try:
+        made = numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        made = numba.njit(nogil=True)(function)
+    return cast("Function", made)
+
+
 NEVER = -(1 << 62)
 """Value of an infeasible entry."""
 
-LONG_RUN = 96
+_LONG_RUN = 96
 """Number of options in a concave stretch from which on exploiting the concavity pays."""
 
 LOOKS = 32
 """Options per budget up to which it pays to look for one that cannot be improved, instead of at all of them."""
 
-BLOCK = 2048
+_BLOCK = 2048
 """Entries of a row that are processed at once: two such blocks fit into a processor's first cache."""
 
 
 @compilable
 def add_options(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
     """out(j) = max(out(j), row(j - k) + key) for each option, in O(options x window)."""
-    for block in range(0, len(out), BLOCK):
-        block_end = min(len(out), block + BLOCK)
+    for block in range(0, len(out), _BLOCK):
+        block_end = min(len(out), block + _BLOCK)
         for n in range(len(units)):
             shift = units[n] + low - out_low
             first, end = max(block, shift), min(block_end, shift + len(row))
@@ -91,7 +164,7 @@ def add_concave(row: Ints, low: int, units: Ints, keys: Ints, step: int, out: In
 
 
 @compilable
-def add_line(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
+def _add_line(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
     """Do as `add_options` for options whose keys are on one line: the faster, the more sums are equal.
 
     With row'(l) = row(l) - slope l, an option k gives out(j) = row'(j - k) + constant + slope j: only row' depends on
@@ -129,14 +202,14 @@ def add_line(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: i
 
 @compilable
 def add_rest(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
-    """Do as `add_options`, with `add_line` if nearly all keys are on one line."""
+    """Do as `add_options`, with `_add_line` if nearly all keys are on one line."""
     count = len(units)
-    if count >= LONG_RUN:
+    if count >= _LONG_RUN:
         a, b = count // 3, 2 * count // 3
         width, rise = units[b] - units[a], keys[b] - keys[a]
         on_line = keys - keys[a] == rise // width * (units - units[a])
         if rise % width == 0 and 10 * np.sum(on_line) > 9 * count:
-            add_line(row, low, units[on_line], keys[on_line], out, out_low)
+            _add_line(row, low, units[on_line], keys[on_line], out, out_low)
             add_options(row, low, units[~on_line], keys[~on_line], out, out_low)
             return
     add_options(row, low, units, keys, out, out_low)
@@ -161,7 +234,7 @@ def extend(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int
             and (end - begin < 2 or keys[end] - keys[end - 1] <= keys[end - 1] - keys[end - 2])
         ):
             end += 1
-        if end - begin >= LONG_RUN:
+        if end - begin >= _LONG_RUN:
             add_rest(row, low, units[pending:begin], keys[pending:begin], out, out_low)
             add_concave(row, low, units[begin:end], keys[begin:end], step, out, out_low)
             pending = end

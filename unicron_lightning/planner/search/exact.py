@@ -14,10 +14,20 @@ good (Lagrangian relaxation; Pisinger, "A minimal algorithm for the multiple-cho
 of Operational Research 83, 1995, removes options in this way). All variants share one price, that at which the tasks
 take about N units. The first tables use a guess of the distance. The resulting plans bound it; if the guess was too
 small, the tables are made again with the bound. Ties are never removed. Everything is exact in 64-bit integers.
+
+**Options** of each task are columns of integers: numbers of units, and the key of each. Option (i, k) gives task i k
+units. All options of all tasks are in one array, task by task, k rising; ``starts`` holds the index of each task's
+first option.
+
+**Minimums** of tasks that may not be paused need not fit together. Tasks that may not be paused then have priority, by
+weighted value: among all subsets whose minimums fit, the one with the largest sum of F(t, minimum) runs, and among
+equal ones the one with more running tasks. The remaining tasks of this kind are paused. All other workers are allocated
+by reward to the tasks that run or may be paused.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,18 +35,173 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unicron_lightning.planner.search import dynamic_program
-from unicron_lightning.planner.search.options import Column, Columns
+from unicron_lightning.planner.search.dynamic_program import compilable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-FEW_OPTIONS = 24
+    from unicron_lightning.planner.reward import Curve
+    from unicron_lightning.planner.state import ClusterState
+
+    Ints = NDArray[np.int64]
+
+
+STICKY = 0.75
+"""Largest difference, in quanta, between successive increments of F * D that are rounded to the same number."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Column:
+    """One task's options.
+
+    Attributes:
+        units: int64, rising: k of each option.
+        keys: int64, the key of each.
+    """
+
+    units: NDArray[np.int64] = field(repr=False)
+    keys: NDArray[np.int64] = field(repr=False)
+
+
+NOTHING = Column(units=np.zeros(1, dtype=np.int64), keys=np.zeros(1, dtype=np.int64))
+"""The column of an absent task."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The options of several tasks, one after another.
+
+    Attributes:
+        starts: int64 [num_tasks + 1].
+        units: int64 [num_options].
+        keys: int64 [num_options].
+    """
+
+    starts: NDArray[np.int64] = field(repr=False)
+    units: NDArray[np.int64] = field(repr=False)
+    keys: NDArray[np.int64] = field(repr=False)
+
+    @classmethod
+    def join(cls, columns: list[Column]) -> Columns:
+        """Concatenate columns."""
+        starts = np.cumsum([0, *(len(column.units) for column in columns)], dtype=np.int64)
+        none = [NOTHING.units[:0]]
+        return cls(
+            starts=starts,
+            units=np.concatenate([column.units for column in columns] or none),
+            keys=np.concatenate([column.keys for column in columns] or none),
+        )
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def column(self, index: int) -> Column:
+        """One task's options."""
+        options = slice(self.starts[index], self.starts[index + 1])
+        return Column(units=self.units[options], keys=self.keys[options])
+
+    def chosen(self, mask: NDArray[np.bool_]) -> Columns:
+        """The options selected by ``mask``."""
+        counts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(mask)])
+        return Columns(starts=counts[self.starts], units=self.units[mask], keys=self.keys[mask])
+
+
+def column(state: ClusterState, curve: Curve, *, price: int, paused: bool) -> Column:
+    """The options of one task in ``state``.
+
+    Args:
+        state: the situation.
+        curve: the task's curve.
+        price: c, see `unicron_lightning.planner.state`.
+        paused: whether the task has to be paused, so that zero workers are its only option.
+    """
+    dynamic_program.prepare(len(state.tasks) * (state.num_workers // state.unit))
+    name = curve.task.name
+    before, lost = state.allocation.get(name, 0), state.lost.get(name, 0)
+    task, waf = curve.task, curve.waf_at(before)
+    cost = round(waf * task.transition_seconds / state.quantum_flop)
+    cost_elsewhere = round(waf * task.longest_seconds / state.quantum_flop)
+    count = 0 if paused else int(np.searchsorted(curve.workers, state.num_workers, side="right"))
+    units, keys = keys_of(
+        curve.workers[:count],
+        curve.waf[:count],
+        curve.layouts[:count],
+        state.duration_seconds / state.quantum_flop,
+        cost,
+        -1 if name in state.lost else before,
+        before - lost,
+        state.unit,
+        price,
+        task.terms.may_pause or paused,
+        task.layout(before),
+        cost_elsewhere,
+    )
+    return Column(units=units, keys=keys)
+
+
+@compilable
+def keys_of(
+    workers: Ints,
+    waf: NDArray[np.float64],
+    layouts: Ints,
+    scale: float,
+    cost: int,
+    before: int,
+    left: int,
+    unit: int,
+    price: int,
+    may_pause: bool,
+    layout: int,
+    cost_elsewhere: int,
+) -> tuple[Ints, Ints]:
+    """Units and key of each option of a task.
+
+    Args:
+        workers: int64 [n], rising.
+        waf: float64 [n], F at each number of workers.
+        layouts: int64 [n], a number for TP x PP of each, 0 if unknown; or empty if it is of no concern.
+        scale: D_running / quantum.
+        cost: F(t,x) * D_transition in quanta.
+        before: x, the number of workers that is kept without cost; -1 if the task is affected.
+        left: number of workers that the task still has.
+        unit: workers per unit.
+        price: quanta that a moved unit costs.
+        may_pause: whether zero workers are an option.
+        layout: a number for TP x PP of the task's x workers; 0 if unknown.
+        cost_elsewhere: ``cost`` of a change into another TP x PP.
+    """
+    first = 1 if may_pause else 0
+    units = np.zeros(first + len(workers), dtype=np.int64)
+    keys = np.zeros(first + len(workers), dtype=np.int64)
+    if may_pause:
+        keys[0] = -price * ((left + unit - 1) // unit) - (cost if before != 0 else 0)
+    value = 0
+    increment = 0
+    reached = 0.0
+    for n in range(len(workers)):
+        exact = waf[n] * scale
+        step = exact - reached
+        # Repeating the increment keeps a straight line straight and a concave curve concave.
+        if n == 0 or abs(step - increment) > STICKY:
+            increment = int(np.rint(step))
+        reached = exact
+        value += increment
+        moved = abs(workers[n] - left)
+        units[first + n] = workers[n] // unit
+        gain = value - (cost if workers[n] != before else 0)
+        if layout != 0 and len(layouts) > 0 and layouts[n] != 0 and layouts[n] != layout:
+            gain = value - cost_elsewhere
+        keys[first + n] = gain - price * ((moved + unit - 1) // unit)
+    return units, keys
+
+
+_FEW_OPTIONS = 24
 """Options per task in the first tables, which use a guessed limit."""
 
-MANY_OPTIONS = 4 * FEW_OPTIONS
+MANY_OPTIONS = 4 * _FEW_OPTIONS
 """Options per task in the second tables beyond which the variants that need them are solved alone."""
 
-MOST_PRICES = 64
+_MOST_PRICES = 64
 """Number of prices that are tried; about ten are usual."""
 
 
@@ -162,7 +327,7 @@ def _price(tasks: Columns, num_units: int, most_units: int) -> int:
     """
     price = 0
     fewer, more = (0, sum(tasks.keys[tasks.starts[:-1]].tolist())), None
-    for _ in range(MOST_PRICES if len(tasks) else 0):
+    for _ in range(_MOST_PRICES if len(tasks) else 0):
         at = _best_options(tasks, price)
         found = int(tasks.units[at].sum()), sum(tasks.keys[at].tolist())
         too_many = found[0] > max(0, num_units)
@@ -186,7 +351,7 @@ def _best_options(columns: Columns, price: int) -> NDArray[np.int64]:
 
 def _guess(problem: SearchProblem, reduced: NDArray[np.int64]) -> int:
     """A limit on reduced costs that leaves few options, unless more are equally good."""
-    few = FEW_OPTIONS * len(problem.columns) + 64
+    few = _FEW_OPTIONS * len(problem.columns) + 64
     return int(np.partition(reduced, few)[few]) if few < len(reduced) else int(reduced.max(initial=0))
 
 
@@ -321,3 +486,33 @@ class Rows:
         column = self.problem.num_tasks + index
         options = slice(self.core.starts[column], self.core.starts[column + 1])
         return self.core.units[options], self.core.keys[options]
+
+
+_VALUE_BITS = 44
+"""Number of bits to which F is rounded, relative to the power of two above the sum of all."""
+
+
+def must_pause(state: ClusterState) -> tuple[str, ...]:
+    """Names of the tasks that have to be paused although they may not be, in order; empty if the minimums fit."""
+    bound = [curve for curve in state.tasks if not curve.task.terms.may_pause]
+    able = [curve for curve in bound if len(curve.workers) and curve.workers[0] <= state.num_workers]
+    num_units = state.num_workers // state.unit
+    if sum(int(curve.workers[0]) // state.unit for curve in able) > num_units:
+        able = _best_subset(state, able, num_units)
+    kept = {curve.task.name for curve in able}
+    return tuple(curve.task.name for curve in bound if curve.task.name not in kept)
+
+
+def _best_subset(state: ClusterState, curves: list[Curve], num_units: int) -> list[Curve]:
+    """Solve a knapsack: the curves with the largest sum of F at their minimums."""
+    # A power of two, so that rounding keeps equal sums of short values equal.
+    _, exponent = math.frexp(math.fsum(float(curve.waf[0]) for curve in curves))
+    columns = []
+    for curve in curves:
+        value = round(math.ldexp(float(curve.waf[0]), _VALUE_BITS - exponent)) * (len(curves) + 1)
+        key = value + (state.allocation.get(curve.task.name, 0) > 0)
+        units = np.array([0, int(curve.workers[0]) // state.unit], dtype=np.int64)
+        columns.append(Column(units=units, keys=np.array([0, key], dtype=np.int64)))
+    end = Variant(position=len(columns), replaces=False, column=NOTHING)
+    ((_, chosen),) = best_choices(SearchProblem.of(columns, num_units, [end]))
+    return [curve for curve, units in zip(curves, chosen, strict=True) if units]

@@ -87,10 +87,9 @@ class Ideal:
 
 def optimum(tasks: Sequence[SimTask], num_places: int, place_workers: int) -> dict[str, int]:
     """Return the places by task with the largest WAF, by the planner."""
-    from unicron_lightning.planner.reward import Curve
+    from unicron_lightning.planner.reward import Curve, PlanTask
     from unicron_lightning.planner.solver import solve
     from unicron_lightning.planner.state import ClusterState
-    from unicron_lightning.planner.task import PlanTask
 
     if not tasks:
         return {}

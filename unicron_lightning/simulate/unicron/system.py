@@ -236,7 +236,7 @@ def _tell(agent: SimAgent, fault: TraceFault) -> None:
 
 def _answer(question: Question, known: Knowledge) -> ev.Planned:
     """Answer the machine as `coordinator.allocation.answers` does: with the same planner, state and estimates."""
-    from unicron_lightning.planner.search.compiler import compile_all
+    from unicron_lightning.planner.search.dynamic_program import compile_all
     from unicron_lightning.planner.solver import solve
 
     compile_all()  # a simulation makes thousands of small plans

@@ -14,6 +14,19 @@ With constant hazards, H(t) = lambda t, this is the paper's 1/n':
 
 Limits. The n' workers are assumed to be packed on ceil(n'/g) nodes. A failure of several nodes at once, as of a switch,
 is one event and counts as one node failure. Constant hazards are estimated from observations in `rate`.
+
+**Estimates of the rate while the cluster runs**: exponential lifetimes with a Gamma prior (`RateBelief`).
+
+A component (a worker, or a node) fails at an unknown constant rate lambda [1/s], described by a Gamma distribution.
+Observing d failures during an exposure of E component-seconds updates it (conjugate prior; e.g. Gelman et al., Bayesian
+Data Analysis, 3rd ed., section 2.6):
+
+    lambda ~ Gamma(a, b)    a [failures], b [component-seconds]        mean a / b
+    lambda | d, E ~ Gamma(a + d, b + E)
+
+so a prior reads as a failures observed earlier in b component-seconds. D_running uses the posterior mean of lambda. The
+mean of 1 / lambda, the other candidate, is larger, and infinite for a <= 1; the chosen one is cautious and always
+finite.
 """
 
 from __future__ import annotations
@@ -24,9 +37,9 @@ from functools import cached_property
 from typing import Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from unicron_lightning.planner.performance.layouts import FloatArray
-
+FloatArray = npt.NDArray[np.float64]
 SECONDS_PER_HOUR: Final = 3600.0
 _RELATIVE_ERROR: Final = 1e-15
 _TINY: Final = 1e-300
@@ -124,8 +137,8 @@ class FailureModel:
         return times, worker, node
 
 
-SHAPE_MIN: Final = 0.25
-SHAPE_MAX: Final = 8.0
+_SHAPE_MIN: Final = 0.25
+_SHAPE_MAX: Final = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +153,7 @@ class WeibullHazard:
         H(t) = -ln( (1/mean) * integral from t to infinity of exp(-(u/s)^k) du ) = -ln Q(1/k, (t/s)^k)
 
     Attributes:
-        shape: k, from `SHAPE_MIN` to `SHAPE_MAX`.
+        shape: k, from `_SHAPE_MIN` to `_SHAPE_MAX`.
         scale_seconds: s, the age that a fraction 1/e outlives.
     """
 
@@ -148,8 +161,8 @@ class WeibullHazard:
     scale_seconds: float
 
     def __post_init__(self) -> None:
-        if not SHAPE_MIN <= self.shape <= SHAPE_MAX:
-            raise ValueError(f"shape={self.shape}: expected {SHAPE_MIN} to {SHAPE_MAX}")
+        if not _SHAPE_MIN <= self.shape <= _SHAPE_MAX:
+            raise ValueError(f"shape={self.shape}: expected {_SHAPE_MIN} to {_SHAPE_MAX}")
         if not (math.isfinite(self.scale_seconds) and self.scale_seconds > 0):
             raise ValueError(f"scale_seconds={self.scale_seconds}: expected a finite number > 0")
 
@@ -212,3 +225,54 @@ def _log_continued_fraction(shape: float, x: float) -> float:
         change = c * d
         fraction *= change
     return math.log(fraction) + shape * math.log(x) - x - math.lgamma(shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateBelief:
+    """Belief about a failure rate: Gamma(num_failures, exposure_seconds).
+
+    Attributes:
+        num_failures: a, > 0; need not be an integer.
+        exposure_seconds: b, sum of all components' running times, > 0.
+    """
+
+    num_failures: float
+    exposure_seconds: float
+
+    def __post_init__(self) -> None:
+        for name in ("num_failures", "exposure_seconds"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value}: expected a finite number > 0")
+
+    @classmethod
+    def from_mtbf(cls, mtbf_seconds: float, *, num_failures: float = 1.0) -> RateBelief:
+        """A prior with this MTBF of one component, weighted as ``num_failures`` observed failures.
+
+        With the default of one failure, a handful of observed ones outweighs the prior.
+        """
+        return cls(num_failures=num_failures, exposure_seconds=num_failures * mtbf_seconds)
+
+    def observed(self, *, num_failures: int, exposure_seconds: float) -> RateBelief:
+        """The belief after further observations.
+
+        Args:
+            num_failures: failures of any component since the last observation.
+            exposure_seconds: running time since then, summed over all components, including those that did not fail.
+        """
+        if num_failures < 0:
+            raise ValueError(f"num_failures={num_failures}: expected an integer >= 0")
+        if not (math.isfinite(exposure_seconds) and exposure_seconds >= 0):
+            raise ValueError(f"exposure_seconds={exposure_seconds}: expected a finite number >= 0")
+        return RateBelief(
+            num_failures=self.num_failures + num_failures, exposure_seconds=self.exposure_seconds + exposure_seconds
+        )
+
+    @property
+    def mean_per_second(self) -> float:
+        """Posterior mean of the rate, failures per component-second."""
+        return self.num_failures / self.exposure_seconds
+
+    def hazard(self) -> ConstantHazard:
+        """The hazard to plan with: the posterior mean."""
+        return ConstantHazard(per_second=self.mean_per_second)
