@@ -28,8 +28,7 @@ from unicron_lightning.demo.sharing import Work, longest_stand
 from unicron_lightning.planner.performance.model import MeasuredPoint, MeasuredTable
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.settings import simulate
-from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
-from unicron_lightning.simulate.workload import SimTask
+from unicron_lightning.simulate.trace import SimCluster, SimTask, Trace, TraceFault
 from unicron_lightning.terms import Terms
 
 NUM_NODES = 5

@@ -25,8 +25,7 @@ from typing import Any
 from unicron_lightning.planner.performance.model import SublinearModel
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.settings import POLICIES, simulate
-from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
-from unicron_lightning.simulate.workload import SimTask
+from unicron_lightning.simulate.trace import SimCluster, SimTask, Trace, TraceFault
 from unicron_lightning.terms import Terms
 
 sys.path.append(str(Path(__file__).parent / "experiments"))

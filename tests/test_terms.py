@@ -23,7 +23,7 @@ from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.state import Cluster
 from unicron_lightning.jobs import Job, JobShare, stating
 from unicron_lightning.planner.reward import Curve
-from unicron_lightning.simulate.unicron.system import Ablation, System
+from unicron_lightning.simulate.unicron_system import Ablation, System
 from unicron_lightning.terms import Terms
 
 TERMS = [each.name for each in fields(Terms)]

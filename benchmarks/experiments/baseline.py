@@ -13,7 +13,7 @@ from typing import Final
 
 from experiment_cases import SimulationCase, cases_of
 
-from unicron_lightning.simulate.output.pictures import WafCurve
+from unicron_lightning.simulate.output import WafCurve
 
 BASELINE: Final = "megatron"
 OURS: Final = "unicron"

@@ -40,13 +40,15 @@ from physics import PHYSICS_TEXT, physics_cases, show_physics
 from process_pool import processes
 from validation import VALIDATION_TEXT, show_validation, validation_cases
 
-from unicron_lightning.simulate.output.pictures import (
+from unicron_lightning.simulate.output import (
+    SummaryRow,
     WafCurve,
+    as_markdown,
     curves_picture,
     losses_picture,
+    summary,
+    with_ratio,
 )
-from unicron_lightning.simulate.output.summaries import SummaryRow, summary, with_ratio
-from unicron_lightning.simulate.output.tables import as_markdown
 
 ALL: Final = ("unicron", "megatron", "oobleck", "varuna", "bamboo", "torchft", "inprocess")
 ABLATIONS: Final = (

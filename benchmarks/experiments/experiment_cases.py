@@ -8,9 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.calibration import COMMON, Calibration
-from unicron_lightning.simulate.output.pictures import WafCurve
-from unicron_lightning.simulate.output.summaries import row_of
+from unicron_lightning.simulate.costs import COMMON, Calibration
+from unicron_lightning.simulate.output import WafCurve, row_of
 from unicron_lightning.simulate.settings import Settings, read_settings
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from unicron_lightning.simulate.output.pictures import colour_of
-from unicron_lightning.simulate.output.summaries import SummaryRow
+from unicron_lightning.simulate.output import SummaryRow, colour_of
 
 
 def tornado_picture(path: Path, title: str, base: float, swings: Mapping[str, tuple[float, float]], label: str) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 
 from experiment_cases import SimulationCase, cases_of
 
-from unicron_lightning.simulate.output.pictures import WafCurve
+from unicron_lightning.simulate.output import WafCurve
 
 POLICIES: Final = ("unicron", "megatron", "torchft", "inprocess")
 BEFORE: Final = "as before"

@@ -13,7 +13,7 @@ from typing import Final
 
 from experiment_cases import SimulationCase, cases_of
 
-from unicron_lightning.simulate.output.pictures import WafCurve
+from unicron_lightning.simulate.output import WafCurve
 
 META_RATE: Final = 6.50e-3
 """Failures of a node of RSC-1 in a day (arXiv 2410.21680)."""

@@ -7,12 +7,11 @@ from functools import partial
 import pytest
 from simulate.scenes import CLUSTER, costs, random_trace, task, two_tasks
 
-from unicron_lightning.simulate import clock as order
-from unicron_lightning.simulate.clock import Clock
-from unicron_lightning.simulate.result import SimulationResult
+from unicron_lightning.simulate import result as order
+from unicron_lightning.simulate.result import Clock, SimulationResult
 from unicron_lightning.simulate.settings import simulate
 from unicron_lightning.simulate.trace import Trace, TraceFault
-from unicron_lightning.simulate.unicron.shell import SimShell
+from unicron_lightning.simulate.unicron_system import SimShell
 
 SECONDS = 5000.0
 WORKERS = CLUSTER.num_workers

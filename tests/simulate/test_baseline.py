@@ -8,7 +8,7 @@ from experiment_cases import at_their_best, composed, moved
 from simulate.scenes import CLUSTER, costs, task
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.output.pictures import WafCurve
+from unicron_lightning.simulate.output import WafCurve
 from unicron_lightning.simulate.result import SimulationResult
 from unicron_lightning.simulate.settings import simulate
 from unicron_lightning.simulate.trace import Trace, TraceFault

@@ -11,7 +11,7 @@ import yaml
 from experiment_cases import moved
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.calibration import Calibration, read_calibration
+from unicron_lightning.simulate.costs import Calibration, read_calibration
 from unicron_lightning.simulate.settings import POLICIES, system_of
 
 

@@ -61,7 +61,7 @@ def test_a_wrong_key_is_one_line(tmp_path: Path) -> None:
 
 
 MINE = """
-from unicron_lightning.simulate.policies.policy import TorchFT
+from unicron_lightning.simulate.policy import TorchFT
 
 class Slow(TorchFT):
     name = "slow"

@@ -13,13 +13,18 @@ from simulate.test_policies import check_accounts
 from simulate.traces.test_table import written
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.calibration import read_calibration
+from unicron_lightning.simulate.costs import read_calibration
 from unicron_lightning.simulate.result import SimulationResult
 from unicron_lightning.simulate.settings import POLICIES, simulate
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
-from unicron_lightning.simulate.traces.config import CauseConfig, CoordinatorFaults, SourceConfig, TraceConfig
-from unicron_lightning.simulate.traces.generate import generate
-from unicron_lightning.simulate.traces.table import parse_table
+from unicron_lightning.simulate.traces import (
+    CauseConfig,
+    CoordinatorFaults,
+    SourceConfig,
+    TraceConfig,
+    generate,
+    parse_table,
+)
 
 SECONDS = 20_000.0
 LOST = TraceFault(at=1003.0, kind="lost_connection", node=2, repair=1000.0)

@@ -12,9 +12,8 @@ from omegaconf import OmegaConf
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.sections import read_section
-from unicron_lightning.simulate.accounts.ideal import optimum
-from unicron_lightning.simulate.scenario import SizeConfig, WorkloadConfig, scene
-from unicron_lightning.simulate.settings import system_of
+from unicron_lightning.simulate.accounts import optimum
+from unicron_lightning.simulate.settings import SizeConfig, WorkloadConfig, scene, system_of
 
 TABLE = {"points": [{"workers": n, "tflops_per_worker": 100} for n in (8, 64)], "beyond": "extend"}
 NODES = {"num_nodes": 4, "workers_per_node": 8}
@@ -113,7 +112,7 @@ def test_a_policy_that_does_not_exist_is_refused(policy: str, said: str) -> None
 
 
 def test_a_policy_of_ones_own_has_the_costs_that_it_names() -> None:
-    assert system_of("unicron_lightning.simulate.policies.policy.TorchFT") == "torchft"
+    assert system_of("unicron_lightning.simulate.policy.TorchFT") == "torchft"
     assert system_of("unicron_no_planner") == "unicron"
 
 

@@ -11,7 +11,7 @@ from experiment_cases import run
 from simulate.traces.test_generate import preset
 
 from unicron_lightning.simulate.trace import SimCluster
-from unicron_lightning.simulate.traces.generate import generate
+from unicron_lightning.simulate.traces import generate
 
 
 def predicted(name: str) -> float:

@@ -83,7 +83,7 @@ def _end_interrupted() -> NoReturn:
 
 def _conclude() -> None:
     """Summarize what a sweep has finished before it ended early."""
-    from unicron_lightning.simulate.output.sweep import SweepSummary
+    from unicron_lightning.simulate.output import SweepSummary
 
     if SweepSummary.running is not None:
         SweepSummary.running.end()
@@ -98,9 +98,7 @@ def job(composed: DictConfig) -> float:
     if _Interrupt.received:
         raise KeyboardInterrupt
     # Computing modules are imported only here, so that --cfg and --help are quick.
-    from unicron_lightning.simulate.output.files import save_result
-    from unicron_lightning.simulate.output.summaries import row_of
-    from unicron_lightning.simulate.output.tables import as_table, console
+    from unicron_lightning.simulate.output import as_table, console, row_of, save_result
     from unicron_lightning.simulate.settings import read_settings
 
     data = cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))

@@ -14,15 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from unicron_lightning.simulate import clock as order
-from unicron_lightning.simulate.accounts.books import Books
-from unicron_lightning.simulate.clock import Clock, micros
+from unicron_lightning.simulate.accounts import Books
 from unicron_lightning.simulate.costs import Costs
-from unicron_lightning.simulate.policies.policy import Policy, Reaction, TaskSituation
-from unicron_lightning.simulate.result import SimulationResult
-from unicron_lightning.simulate.speeds import place_terms
-from unicron_lightning.simulate.trace import CORRUPTING, SLOWING, SimCluster, Trace, TraceFault
-from unicron_lightning.simulate.workload import SimTask
+from unicron_lightning.simulate.policy import Policy, Reaction, TaskSituation
+from unicron_lightning.simulate.result import ARRIVAL, DEPARTURE, FAULT, Clock, SimulationResult, micros
+from unicron_lightning.simulate.trace import CORRUPTING, SLOWING, SimCluster, SimTask, Trace, TraceFault, place_terms
 
 Doing = Literal["queued", "running", "detecting", "transition", "waiting", "over"]
 
@@ -81,7 +77,7 @@ class Healing:
         for job in self.jobs.values():
             self._expect(job)
         for fault in trace.faults:
-            self.clock.at(micros(fault.at), partial(self._fault, fault), order.FAULT)
+            self.clock.at(micros(fault.at), partial(self._fault, fault), FAULT)
 
     def run(self) -> SimulationResult:
         """Simulate the whole trace."""
@@ -91,11 +87,11 @@ class Healing:
     def _expect(self, job: HealingTask) -> None:
         task = job.task
         if task.arrival > 0:
-            self.clock.at(micros(task.arrival), partial(self._arrives, job), order.ARRIVAL)
+            self.clock.at(micros(task.arrival), partial(self._arrives, job), ARRIVAL)
         elif self._takes_places(job):
             self._runs(job)
         if task.departure is not None:
-            self.clock.at(micros(task.departure), partial(self._departs, job), order.DEPARTURE)
+            self.clock.at(micros(task.departure), partial(self._departs, job), DEPARTURE)
 
     # ---- tasks come and go
 

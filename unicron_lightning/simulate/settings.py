@@ -1,34 +1,213 @@
-"""One simulation as composed by Hydra: validated, and run."""
+"""One simulation as composed by Hydra, validated, and run: a cluster, its tasks, a trace, costs and a policy.
+
+This module has the schema of the groups ``workload`` and ``cluster``. A task's speed is given as in files for ``unicron
+plan``, and such a file can be a workload.
+"""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from unicron_lightning.cli.plan.config import PerformanceConfig, PlanClusterConfig, read
+from unicron_lightning.cli.plan.situation import nodes_of, performance_of
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.planner.performance.model import PerformanceModel
+from unicron_lightning.planner.performance.transformer import TransformerModel
 from unicron_lightning.sections import read_section
-from unicron_lightning.simulate.calibration import Calibration, read_calibration
-from unicron_lightning.simulate.costs import Costs
+from unicron_lightning.simulate.costs import Calibration, Costs, read_calibration
 from unicron_lightning.simulate.healing import Healing
-from unicron_lightning.simulate.policies.policy import SYSTEMS, Policy
+from unicron_lightning.simulate.policy import SYSTEMS, Policy
 from unicron_lightning.simulate.result import SimulationResult
-from unicron_lightning.simulate.scenario import SizeConfig, WorkloadConfig, scene
-from unicron_lightning.simulate.trace import SimCluster, Trace
-from unicron_lightning.simulate.traces.config import TraceConfig
-from unicron_lightning.simulate.traces.generate import generate
-from unicron_lightning.simulate.unicron.system import ABLATIONS, System
-from unicron_lightning.simulate.workload import SimTask
+from unicron_lightning.simulate.trace import SimCluster, SimTask, Trace
+from unicron_lightning.simulate.traces import TraceConfig, generate
+from unicron_lightning.simulate.unicron_system import ABLATIONS, System
+from unicron_lightning.terms import Terms
+
+HOUR = 3600.0
+_SCENES: dict[tuple[str, str, Path], tuple[SimCluster, tuple[SimTask, ...]]] = {}
+"""The newest scene, shared by the jobs of a sweep. A table in a CSV file stays as it was first read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeConfig:
+    """The cluster; null values are taken from the workload."""
+
+    num_nodes: int | None = None
+    """Number of equal nodes."""
+    workers_per_node: int | None = None
+    """Accelerators of each node."""
+    cell: int | None = None
+    """Nodes that are allocated, and lost, together; see `unicron_lightning.simulate.trace.SimCluster`."""
+    accelerator: str | None = None
+    """A800, A100, H100 or H200, for tasks with ``performance.transformer``."""
+    storage_gigabytes_per_second: float | None = None
+    """Shared storage's bandwidth: checkpoints of tasks of known size take that long instead of `costs.common.load`."""
+    peer_gigabytes_per_second: float | None = None
+    """A worker's bandwidth for state from a peer, instead of `costs.common.state`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SimTaskConfig:
+    """A task; see `unicron_lightning.simulate.trace.SimTask`."""
+
+    performance: PerformanceConfig
+    """T(t,x), as in a file for ``unicron plan``."""
+    weight: float = 1.0
+    min_workers: int = 1
+    max_workers: int | None = None
+    quantum: int = 1
+    """Number that its workers are a multiple of, e.g. TP x PP."""
+    flops_per_step: float | None = None
+    """FLOPs of an optimizer step; known for a ``transformer``."""
+    arrival_hours: float = 0.0
+    departure_hours: float | None = None
+    steps: float | None = None
+    """Steps after which it ends."""
+    state_gigabytes: float | None = None
+    """Parameters and optimizer state of a replica; null: 14 bytes per parameter of a ``transformer``, else unknown."""
+    copies: int = 1
+    """Number of equal tasks, named NAME-0, NAME-1, ..."""
+    stagger_hours: float = 0.0
+    """Hours between the arrivals of consecutive copies."""
+
+    def __post_init__(self) -> None:
+        for name in ("copies", "quantum"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected a whole number of at least 1")
+        if not (math.isfinite(self.stagger_hours) and self.stagger_hours >= 0):
+            raise ConfigError(f"stagger_hours={self.stagger_hours}: expected hours, 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadConfig:
+    """Tasks, and the cluster that they are for."""
+
+    name: str
+    """Name for tables."""
+    cluster: SizeConfig = field(default_factory=SizeConfig)
+    tasks: dict[str, _SimTaskConfig] = field(default_factory=dict)
+    file: str | None = None
+    """A file for ``unicron plan``: its tasks, except queued ones, and its cluster."""
+
+
+def scene(workload: WorkloadConfig, size: SizeConfig, folder: Path = Path()) -> tuple[SimCluster, tuple[SimTask, ...]]:
+    """Create the cluster and its tasks. Those of a file are read each time; others are cached, as models search long.
+
+    Args:
+        workload: the tasks and their cluster.
+        size: overrides of the cluster.
+        folder: base of relative paths.
+
+    Raises:
+        ConfigError: something is missing, or values contradict each other.
+    """
+    known = None if workload.file is not None else (repr(workload), repr(size), folder)
+    if known is not None and known in _SCENES:
+        return _SCENES[known]
+    made = _scene(workload, size, folder)
+    if known is not None:
+        _SCENES.clear()
+        _SCENES[known] = made
+    return made
+
+
+def _scene(workload: WorkloadConfig, size: SizeConfig, folder: Path) -> tuple[SimCluster, tuple[SimTask, ...]]:
+    own, tasks, base = workload.cluster, dict(workload.tasks), folder
+    if workload.file is not None:
+        base = folder / Path(workload.file).parent
+        plan = read(folder / workload.file, [])
+        nodes = nodes_of(plan.cluster)
+        if len({node.num_accelerators for node in nodes}) > 1:
+            raise ConfigError(f"workload.file={workload.file}: nodes of several sizes: expected equal ones")
+        own = SizeConfig(
+            num_nodes=len(nodes), workers_per_node=nodes[0].num_accelerators, accelerator=plan.cluster.accelerator
+        )
+        for name, task in plan.tasks.items():
+            tasks[name] = _SimTaskConfig(
+                performance=task.performance,
+                weight=task.weight,
+                min_workers=task.min_workers,
+                max_workers=task.max_workers,
+                quantum=task.granularity,
+            )
+    cluster = _cluster(own, size)
+    if not tasks:
+        raise ConfigError("workload: no tasks: expected at least one in workload.tasks or workload.file")
+    accelerator = size.accelerator or own.accelerator
+    machines = PlanClusterConfig(
+        num_nodes=cluster.num_nodes, workers_per_node=cluster.workers_per_node, accelerator=accelerator
+    )
+    made = [each for name, task in tasks.items() for each in _tasks(name, task, machines, base)]
+    return cluster, tuple(made)
+
+
+def _cluster(own: SizeConfig, size: SizeConfig) -> SimCluster:
+    given = {each.name: getattr(own, each.name) for each in fields(SizeConfig)}
+    given.update(
+        {name: value for each in fields(SizeConfig) if (value := getattr(size, name := each.name)) is not None}
+    )
+    del given["accelerator"]
+    if given["num_nodes"] is None or given["workers_per_node"] is None:
+        said = f"num_nodes={given['num_nodes']}, workers_per_node={given['workers_per_node']}"
+        raise ConfigError(f"cluster: {said}: expected both, there or in workload.cluster")
+    try:
+        return SimCluster(**{**given, "cell": 1 if given["cell"] is None else given["cell"]})
+    except ConfigError as error:
+        raise ConfigError(f"cluster.{error}") from error
+
+
+def _tasks(name: str, config: _SimTaskConfig, machines: PlanClusterConfig, folder: Path) -> Iterator[SimTask]:
+    where = f"workload.tasks.{name}"
+    try:
+        performance = performance_of(config.performance, machines, folder)
+    except ValueError as error:
+        raise ConfigError(f"{where}.performance: {error}") from error
+    flops = _step_flops(config, performance, where)
+    for copy in range(config.copies):
+        late = copy * config.stagger_hours
+        yield SimTask(
+            name=name if config.copies == 1 else f"{name}-{copy}",
+            performance=performance,
+            flops_per_step=flops,
+            terms=Terms.of(config, granularity=config.quantum, may_pause=True),
+            arrival=(config.arrival_hours + late) * HOUR,
+            departure=None if config.departure_hours is None else (config.departure_hours + late) * HOUR,
+            steps=config.steps,
+            state_gigabytes=_state_gigabytes(config, performance),
+        )
+
+
+def _state_gigabytes(config: _SimTaskConfig, performance: PerformanceModel) -> float | None:
+    if config.state_gigabytes is None and isinstance(performance, TransformerModel):
+        return 14e-9 * performance.shape.num_parameters  # 16-bit parameters; 32-bit parameters and Adam's two moments
+    return config.state_gigabytes
+
+
+def _step_flops(config: _SimTaskConfig, performance: PerformanceModel, where: str) -> float:
+    flops = config.flops_per_step or config.performance.flops_per_step
+    if flops is not None:
+        return flops
+    if isinstance(performance, TransformerModel):
+        return float(performance.step_flops)
+    # This sets only the length of a step, and so the loss with a worker: assume 10 s at the smallest size.
+    least = performance.throughput(max(config.min_workers, config.quantum))
+    if not least:
+        raise ConfigError(f"{where}: T(t,x)=0 at min_workers={config.min_workers}: expected FLOP/s > 0")
+    return 10.0 * least
+
 
 Format = Literal["csv", "parquet"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputConfig:
+class _OutputConfig:
     """Output of a simulation."""
 
     format: Format = "csv"
@@ -58,7 +237,7 @@ class Settings:
     workload: WorkloadConfig
     cluster: SizeConfig
     costs: Calibration
-    output: OutputConfig = field(default_factory=OutputConfig)
+    output: _OutputConfig = field(default_factory=_OutputConfig)
 
     def scene(self, folder: Path = Path()) -> tuple[SimCluster, tuple[SimTask, ...], Trace]:
         """Return cluster, tasks and trace; relative paths begin at ``folder``."""
@@ -96,7 +275,7 @@ def read_settings(data: Mapping[str, Any]) -> Settings:
         workload=read_section(WorkloadConfig, data["workload"], "workload"),
         cluster=read_section(SizeConfig, data["cluster"], "cluster"),
         costs=read_calibration(data["costs"]),
-        output=read_section(OutputConfig, data["output"], "output"),
+        output=read_section(_OutputConfig, data["output"], "output"),
     )
 
 

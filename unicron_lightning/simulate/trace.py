@@ -1,4 +1,6 @@
-"""Traces: faults of a cluster's nodes and workers over time, in a total order.
+"""The simulated cluster: its tasks with their speeds, and the faults that befall it.
+
+Traces: faults of a cluster's nodes and workers over time, in a total order.
 
 Faults are sorted by (time, place of the kind in `errors.SEVERITY`, node, worker, repair), so that a trace of the same
 faults is the same whatever order they were listed in, and simultaneous faults have one sequence. A fault of a node that
@@ -16,14 +18,111 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from unicron_lightning.coordinator.severity.errors import SEVERITY, Severity
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.terms import Terms
 
 if TYPE_CHECKING:
-    from unicron_lightning.simulate.workload import SimTask
+    from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimTask:
+    """A task.
+
+    Attributes:
+        name: unique.
+        performance: T(t,x) by number of workers (accelerators), FLOP/s.
+        flops_per_step: FLOPs of one optimizer step of the whole task; a step at x workers takes this / T(t,x).
+        terms: the terms on which it competes; of the workers of its places, those beyond a multiple of the granularity
+            stand idle.
+        arrival: seconds from the beginning; 0: it runs already when the trace begins.
+        departure: time of its end, whatever its progress; None: never.
+        steps: optimizer steps after which it ends; None: never.
+        state_gigabytes: parameters and optimizer state of a replica; None: unknown, and transfers take what costs say.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    name: str
+    performance: PerformanceModel
+    flops_per_step: float
+    terms: Terms = field(default_factory=Terms)
+    arrival: float = 0.0
+    departure: float | None = None
+    steps: float | None = None
+    state_gigabytes: float | None = None
+
+    def __post_init__(self) -> None:
+        if (problem := self.terms.problem()) is not None:
+            raise ConfigError(f"task {self.name!r}: {problem}")
+        if not (math.isfinite(self.flops_per_step) and self.flops_per_step > 0):
+            raise ConfigError(f"task {self.name!r}: flops_per_step={self.flops_per_step!r}: expected a number > 0")
+        if not (math.isfinite(self.arrival) and self.arrival >= 0):
+            raise ConfigError(f"task {self.name!r}: arrival={self.arrival!r}: expected seconds, 0 or more")
+        if self.departure is not None and not self.departure > self.arrival:
+            given = f"departure={self.departure!r}"
+            raise ConfigError(f"task {self.name!r}: {given}: expected seconds after arrival={self.arrival!r}")
+        for name in ("steps", "state_gigabytes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"task {self.name!r}: {name}={value!r}: expected a number > 0")
+
+    def throughput(self, num_workers: int) -> float:
+        """Return FLOP/s with a number of workers, rounded down to those that it can use; 0.0 below its minimum."""
+        usable = self.terms.usable(num_workers)
+        return self.performance.throughput(usable) if usable else 0.0
+
+    def layout(self, num_workers: int) -> tuple[int, int] | None:
+        """Return TP and PP with a number of workers; None if unknown, or below its minimum."""
+        usable = self.terms.usable(num_workers)
+        found = self.performance.configuration(usable) if usable else None
+        return None if found is None else (found.tensor_parallel, found.pipeline_parallel)
+
+
+class PlaceSpeed:
+    """A `PerformanceModel` by number of places, which caches each size.
+
+    Args:
+        task: the task.
+        place_workers: workers of a place.
+    """
+
+    def __init__(self, task: SimTask, place_workers: int) -> None:
+        self._task = task
+        self._place_workers = place_workers
+        self._known: dict[int, float] = {}
+
+    def throughput(self, num_workers: int) -> float:
+        """Return T with a number of places [FLOP/s]."""
+        known = self._known.get(num_workers)
+        if known is None:
+            known = self._known[num_workers] = self._task.throughput(num_workers * self._place_workers)
+        return known
+
+    def configuration(self, num_workers: int) -> ParallelConfiguration | None:
+        """Return the configuration with a number of places."""
+        terms, workers = self._task.terms, num_workers * self._place_workers
+        usable = workers - workers % terms.granularity
+        return self._task.performance.configuration(min(usable, terms.max_workers or usable))
+
+    def uncertainty(self, num_workers: int) -> float:
+        """Return 0: the speeds of simulated tasks are exact."""
+        return 0.0
+
+
+def place_terms(task: SimTask, place_workers: int, num_places: int) -> Terms:
+    """Return the terms of a task in places: up to the most places whose workers it can use, all or nearly all."""
+    terms = task.terms
+    least = -(-terms.min_workers // terms.granularity) * terms.granularity
+    least_places = max(1, -(-least // place_workers))
+    most_places = num_places if terms.max_workers is None else min(-(-terms.max_workers // place_workers), num_places)
+    return replace(terms, min_workers=least_places, max_workers=max(least_places, most_places), granularity=1)
+
 
 _ORDER: Final = {kind: place for place, kind in enumerate(SEVERITY)}
 _UNITS: Final = {"slowdown": "a fraction"}

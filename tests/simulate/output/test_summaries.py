@@ -11,11 +11,19 @@ from pyarrow import parquet
 from simulate.scenes import CLUSTER, costs, random_trace, two_tasks
 
 from unicron_lightning.simulate.__main__ import variant_of
-from unicron_lightning.simulate.output.files import save_result, save_table
-from unicron_lightning.simulate.output.pictures import WafCurve, curves_picture, median_of
-from unicron_lightning.simulate.output.summaries import SummaryRow, summary, with_ratio
-from unicron_lightning.simulate.output.sweep import num_jobs, read_curves
-from unicron_lightning.simulate.output.tables import as_markdown
+from unicron_lightning.simulate.output import (
+    SummaryRow,
+    WafCurve,
+    as_markdown,
+    curves_picture,
+    median_of,
+    num_jobs,
+    read_curves,
+    save_result,
+    save_table,
+    summary,
+    with_ratio,
+)
 from unicron_lightning.simulate.settings import simulate
 
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from unicron_lightning.simulate.traces.arrivals import HOUR, Arrivals, arrivals_of
-from unicron_lightning.simulate.traces.config import CauseConfig, SourceConfig
+from unicron_lightning.simulate.traces import HOUR, Arrivals, CauseConfig, SourceConfig, arrivals_of
 
 CRASH = {"crash": CauseConfig(kind="exited_abnormally", count=1)}
 SOURCE = SourceConfig(component="worker", mtbf_hours=100, causes=CRASH)

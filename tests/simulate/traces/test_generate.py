@@ -16,8 +16,15 @@ from omegaconf import OmegaConf
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.sections import read_section
 from unicron_lightning.simulate.trace import SimCluster, Trace, order
-from unicron_lightning.simulate.traces.config import CauseConfig, RepairConfig, SourceConfig, TraceConfig
-from unicron_lightning.simulate.traces.generate import DAY, generate, repair_seconds
+from unicron_lightning.simulate.traces import (
+    DAY,
+    CauseConfig,
+    RepairConfig,
+    SourceConfig,
+    TraceConfig,
+    generate,
+    repair_seconds,
+)
 
 PAPER = SimCluster(num_nodes=16, workers_per_node=8)
 LOST = {"lost": CauseConfig(kind="lost_connection", count=1)}

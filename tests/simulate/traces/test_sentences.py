@@ -7,8 +7,7 @@ import pytest
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.sections import read_section
 from unicron_lightning.simulate.trace import SimCluster, TraceFault
-from unicron_lightning.simulate.traces.config import TraceConfig
-from unicron_lightning.simulate.traces.generate import DAY, generate, replay
+from unicron_lightning.simulate.traces import DAY, TraceConfig, generate, replay
 
 CLUSTER = SimCluster(num_nodes=4, workers_per_node=8)
 

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.trace import SLOWING, SimCluster, TraceFault
-from unicron_lightning.simulate.traces.config import TraceConfig
-from unicron_lightning.simulate.traces.generate import generate
-from unicron_lightning.simulate.traces.table import parse_table
+from unicron_lightning.simulate.traces import TraceConfig, generate, parse_table
 
 CLUSTER = SimCluster(num_nodes=4, workers_per_node=2)
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from unicron_lightning.simulate.costs import Costs
-from unicron_lightning.simulate.trace import TraceFault
-from unicron_lightning.simulate.workload import SimTask
+from unicron_lightning.simulate.trace import SimTask, TraceFault
 
-Loses = Literal["nothing", "step", "memory", "checkpoint"]
+_Loses = Literal["nothing", "step", "memory", "checkpoint"]
 """Work to be repeated: none; the present step; all since the newest checkpoint in memory, or of any kind that outlives
 processes; all since the newest persistent checkpoint.
 """
@@ -69,7 +68,7 @@ class Reaction:
 
     places: int
     seconds: float = 0.0
-    loses: Loses = "nothing"
+    loses: _Loses = "nothing"
 
 
 class Policy:
@@ -147,11 +146,11 @@ class Restarting(Policy):
         return Reaction(places=there, seconds=now.costs.takes("restart"), loses="checkpoint")
 
 
-class Shrinking(Policy):
+class _Shrinking(Policy):
     """A task that continues with its live places, and grows again when nodes are ready. Below its minimum it waits."""
 
-    shrink_loses: ClassVar[Loses] = "step"
-    grow_loses: ClassVar[Loses] = "nothing"
+    shrink_loses: ClassVar[_Loses] = "step"
+    grow_loses: ClassVar[_Loses] = "nothing"
 
     def reacts(self, now: TaskSituation) -> Reaction:
         if now.nobody_died:
@@ -183,7 +182,7 @@ class Megatron(Restarting):
     name = "megatron"
 
 
-class Oobleck(Shrinking):
+class Oobleck(_Shrinking):
     """Oobleck (SOSP '23): precomputed pipeline templates; a task gets a new layout without the lost node.
 
     The iteration is repeated; layers are copied from nodes that hold them. Nodes that return are admitted in the same
@@ -199,12 +198,12 @@ class Oobleck(Shrinking):
         return costs.takes("migrate")
 
 
-class Varuna(Shrinking):
+class Varuna(_Shrinking):
     """Varuna (EuroSys '22): job morphing: every change is a restart from a checkpoint, in a new configuration."""
 
     name = "varuna"
-    shrink_loses: ClassVar[Loses] = "checkpoint"
-    grow_loses: ClassVar[Loses] = "checkpoint"
+    shrink_loses: ClassVar[_Loses] = "checkpoint"
+    grow_loses: ClassVar[_Loses] = "checkpoint"
 
     def shrink_seconds(self, costs: Costs) -> float:
         return costs.takes("migrate")
@@ -213,20 +212,20 @@ class Varuna(Shrinking):
         return costs.takes("migrate")
 
 
-class Bamboo(Shrinking):
+class Bamboo(_Shrinking):
     """Bamboo (NSDI '23): every node computes its neighbour's layers as well, and takes over when it fails.
 
     Redundancy costs throughput all the time. Idealised: no two neighbours ever fail together.
     """
 
     name = "bamboo"
-    shrink_loses: ClassVar[Loses] = "nothing"
+    shrink_loses: ClassVar[_Loses] = "nothing"
 
     def grow_seconds(self, costs: Costs) -> float:
         return costs.takes("migrate")
 
 
-class TorchFT(Shrinking):
+class TorchFT(_Shrinking):
     """torchft: a quorum per step over replica groups; the step in which one fails is discarded by all.
 
     A place is a replica group; it restarts by itself and copies its state from a live peer.
@@ -235,7 +234,7 @@ class TorchFT(Shrinking):
     name = "torchft"
 
 
-class InProcess(Policy):
+class _InProcess(Policy):
     """NVIDIA's in-process restart: all ranks enter the training function again, without the dead, from a checkpoint.
 
     Ranks that died stay away. The job is restarted with all healthy places when more than ``extra["tolerated_loss"]``
@@ -259,4 +258,4 @@ class InProcess(Policy):
         return Reaction(places=there, seconds=now.costs.takes("restart"), loses="memory")
 
 
-SYSTEMS: tuple[type[Policy], ...] = (Megatron, Oobleck, Varuna, Bamboo, TorchFT, InProcess)
+SYSTEMS: tuple[type[Policy], ...] = (Megatron, Oobleck, Varuna, Bamboo, TorchFT, _InProcess)

@@ -1,1 +1,0 @@
-"""Accounts of a simulation: progress of tasks, use of workers' time, costs of failures, and the ideal without any."""

@@ -1,1 +1,0 @@
-"""Results of simulations as tables, files and pictures."""
