@@ -27,7 +27,7 @@ QUIET_SECONDS = 0.3
 BACK_SECONDS = 2.0
 """Delay between the end of a worker, or agent, and the start of its replacement."""
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.05, 2.0
-"""As of `agent.link.coordinator_session`, which this process does not import, since it needs torch."""
+"""As of `agent.coordinator_session`, which this process does not import, since it needs torch."""
 AT_ONCE = 200
 """Agents that connect at the same time at the start."""
 TICK_SECONDS = 0.05

@@ -41,9 +41,7 @@ from system.cluster import SETTINGS, Cluster, Note
 from system.judge import Reference, check_exact
 
 from unicron_lightning.errors import UnicronError
-from unicron_lightning.faults.fault import Fault, Kind
-from unicron_lightning.faults.language import text
-from unicron_lightning.faults.script import Faults
+from unicron_lightning.faults.fault import Fault, Faults, Kind, text
 from unicron_lightning.local_cluster.processes import kill, lives, until
 
 AGENTS = 4

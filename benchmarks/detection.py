@@ -41,7 +41,7 @@ from recovery import HERE, SYSTEMS, TASK, Run, pythons
 from workload import WORKERS
 
 from unicron_lightning.cli.client import fetch
-from unicron_lightning.local_cluster.proxy import Proxy
+from unicron_lightning.local_cluster.cluster import Proxy
 
 FAULTS = ("kill", "exception", "agent", "cut", "hang", "stop", "lock")
 ORDERED = {"exception": "raise", "hang": "hang", "lock": "lock"}

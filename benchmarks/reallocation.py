@@ -19,8 +19,7 @@ from pathlib import Path
 
 from measure import Figures
 
-from unicron_lightning.demo.cluster import SharedNodes
-from unicron_lightning.demo.proof import micro_batches
+from unicron_lightning.demo.cluster import SharedNodes, micro_batches
 from unicron_lightning.demo.sharing import Work, longest_stand
 
 LIMITS = {"heavy": (2.0, 2), "light": (1.0, 1)}

@@ -10,9 +10,8 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from unicron_lightning.callbacks.strategy import engine_of
-from unicron_lightning.faults.due_times import SCRIPT
-from unicron_lightning.faults.fault import Fault
-from unicron_lightning.faults.script import Faults
+from unicron_lightning.faults.arrivals import SCRIPT
+from unicron_lightning.faults.fault import Fault, Faults
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.injector import Injector
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from unicron_lightning.cli.plan import config
+from unicron_lightning.cli.plan import situation
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.sections import read_section
 
@@ -85,11 +85,11 @@ def test_what_is_wrong_is_named(data: object, words: str) -> None:
 def test_the_schema_names_every_field_of_a_transformer() -> None:
     from unicron_lightning.planner.performance.description import ModelShape
 
-    assert {each.name for each in fields(ModelShape)} < {each.name for each in fields(config.TransformerConfig)}
+    assert {each.name for each in fields(ModelShape)} < {each.name for each in fields(situation.TransformerConfig)}
 
 
 def test_every_section_of_the_schema_is_a_frozen_dataclass() -> None:
-    sections = [each for each in vars(config).values() if isinstance(each, type) and is_dataclass(each)]
+    sections = [each for each in vars(situation).values() if isinstance(each, type) and is_dataclass(each)]
     assert len(sections) == 7
     for each in sections:
         assert each.__dataclass_params__.frozen

@@ -11,8 +11,7 @@ from planner.situations import task as plan_task
 from simulate.scenes import CLUSTER, costs, random_trace
 from simulate.scenes import task as sim_task
 
-from unicron_lightning.cli.plan.config import PerformanceConfig, PlanClusterConfig, PlanTaskConfig
-from unicron_lightning.cli.plan.situation import task_of
+from unicron_lightning.cli.plan.situation import PerformanceConfig, PlanClusterConfig, PlanTaskConfig, task_of
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.answers import event_between, state_of
 from unicron_lightning.coordinator.allocation.places import Places

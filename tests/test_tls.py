@@ -19,7 +19,7 @@ import pytest
 from coordinator.shell import Coordinator, answers, connected, train
 
 from unicron_lightning.agent import embedded
-from unicron_lightning.agent.link.coordinator_session import CoordinatorSession, SessionHooks
+from unicron_lightning.agent.coordinator_session import CoordinatorSession, SessionHooks
 from unicron_lightning.certificates import Issued, issue, load_ca
 from unicron_lightning.cli.certs import write_certificates
 from unicron_lightning.cli.client import Access, fetch

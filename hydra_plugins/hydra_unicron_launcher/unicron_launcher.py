@@ -15,7 +15,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from unicron_lightning.launcher.config import LauncherConfig
+from unicron_lightning.launcher.job import LauncherConfig
 
 ConfigStore.instance().store(group="hydra/launcher", name="unicron", node=LauncherConfig, provider="unicron_lightning")
 

@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from unicron_lightning import environ, wire
 from unicron_lightning.agent import embedded, options
-from unicron_lightning.agent.link.outbox import RESEND_SECONDS, Outbox
+from unicron_lightning.agent.coordinator_session import RESEND_SECONDS, Outbox
 from unicron_lightning.agent.workers.roster import Roster
 from unicron_lightning.errors import AgentUnavailable, ConfigError
 from unicron_lightning.link import retry_delay

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unicron_lightning.agent.nccl_environment import REFUSED, REQUIRED, settle
+from unicron_lightning.agent.handler import REFUSED, REQUIRED, settle
 
 
 def test_all_is_set_in_an_empty_environment() -> None:

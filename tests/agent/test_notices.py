@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron_lightning.agent.notices import LeaveNotices, leave_signal
+from unicron_lightning.agent.options import LeaveNotices, leave_signal
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.local_cluster.processes import until
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from unicron_lightning.callbacks import FaultInjection
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.faults.script import Faults
+from unicron_lightning.faults.fault import Faults
 from unicron_lightning.strategies.unicron import UnicronStrategy
 
 

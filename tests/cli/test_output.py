@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from unicron_lightning.cli import main
-from unicron_lightning.cli.incidents import PHASES, _print_details, _print_table
-from unicron_lightning.cli.inspection import _task_table
-from unicron_lightning.cli.jobs import print_jobs
+from unicron_lightning.cli.inspection import PHASES, Speeds, _print_details, _print_table, _task_table, picture
+from unicron_lightning.cli.orders import print_jobs
 from unicron_lightning.cli.output import all_visible, console, log_visible, visible
-from unicron_lightning.cli.top import Speeds, picture
 
 EVIL = "[red]\x1b]0;owned\x07\u202e\n:smile:[/nothing]\x9b31m"
 SHOWN = "[red]\\x1b]0;owned\\x07\\u202e\\n:smile:[/nothing]\\x9b31m"

@@ -8,10 +8,9 @@ import pytest
 from PIL import Image
 
 from unicron_lightning.coordinator.incidents.facts import EpochPublished, WorkerDeath
+from unicron_lightning.demo.cluster import draw_losses, longest_gap, loss_curve, prove_work, step_times
 from unicron_lightning.demo.dataset import Windows
 from unicron_lightning.demo.failures import first_of_each, moments
-from unicron_lightning.demo.pictures import draw_losses
-from unicron_lightning.demo.proof import longest_gap, loss_curve, prove_work, step_times
 
 Line = dict[str, Any]
 

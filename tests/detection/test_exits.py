@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from unicron_lightning import wire
-from unicron_lightning.agent.workers.kernel_evidence import Deaths
+from unicron_lightning.agent.workers.inspection import Deaths
 from unicron_lightning.agent.workers.supervisor import Exit
 from unicron_lightning.detection.exits import Memory, group_of, meaning, named_in
 

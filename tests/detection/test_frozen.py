@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unicron_lightning.detection.frozen import Frozen, Look, ThreadTimes, frozen
+from unicron_lightning.agent.workers.inspection import Frozen, Look, ThreadTimes, frozen
 
 Times = tuple[str, float, float]
 STILL: Times = ("S", 0.0, 0.0)

@@ -11,9 +11,8 @@ from coordinator.driver import World, members
 from coordinator.severity.test_apply import joined
 
 from unicron_lightning import wire
-from unicron_lightning.agent.checks import health as watching
-from unicron_lightning.agent.checks.gpus import Gpus
-from unicron_lightning.agent.checks.health import HealthWatch, read_host
+from unicron_lightning.agent import checks as watching
+from unicron_lightning.agent.checks import Gpus, HealthWatch, read_host
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.detection.health import HealthLimits, problems
 

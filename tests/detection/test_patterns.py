@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.detection.exceptions import PHASES, describe, phase_of
-from unicron_lightning.detection.patterns import UNKNOWN, Pattern, builtin, classify
+from unicron_lightning.detection.health import UNKNOWN, Pattern, builtin, classify
 from unicron_lightning.errors import ConfigError
 
 MESSAGES = msgspec.yaml.decode(Path(__file__).with_name("messages.yaml").read_bytes(), type=dict[str, list[str]])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_lightning.faults.arrivals import RateClock, arrivals, draw
-from unicron_lightning.faults.language import parse
+from unicron_lightning.faults.fault import parse
 
 NODES = ["a", "b", "b", "c"]
 
@@ -77,7 +77,7 @@ def test_a_hazard_in_parts_strikes_as_often_as_one_in_a_piece() -> None:
 
 
 def test_the_language_needs_neither_torch_nor_lightning() -> None:
-    code = "import sys, unicron_lightning.faults.script, unicron_lightning.faults.arrivals; print(sorted(sys.modules))"
+    code = "import sys, unicron_lightning.faults.fault, unicron_lightning.faults.arrivals; print(sorted(sys.modules))"
     modules = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     ).stdout

@@ -11,10 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.faults.examples import EXAMPLES
-from unicron_lightning.faults.fault import HANGS, KINDS, LASTING, PHASES, Fault
-from unicron_lightning.faults.language import parse, text
-from unicron_lightning.faults.script import Faults
+from unicron_lightning.faults.fault import EXAMPLES, HANGS, KINDS, LASTING, PHASES, Fault, Faults, parse, text
 
 FORMS = {
     "kill": Fault(kind="kill"),

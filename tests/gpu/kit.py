@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from unicron_lightning.agent import nccl_environment
+from unicron_lightning.agent import handler
 
 PROGRAM: Final = Path(__file__).with_name("ranks.py")
 REHEARSAL: Final = "UNICRON_KIT_REHEARSAL"
@@ -39,7 +39,7 @@ def environment(host: str) -> dict[str, str]:
     """Return the variables of a rank or an agent that is to be taken for a host of this name."""
     values = {**os.environ, **ONE_GPU, "NCCL_HOSTID": host}
     values.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    nccl_environment.settle(values)
+    handler.settle(values)
     return values
 
 
@@ -74,7 +74,7 @@ def run(
     for rank in range(world):
         values = {**environment(f"rank{rank}"), **(extra or {})}
         if not settled:
-            for name in nccl_environment.REQUIRED:
+            for name in handler.REQUIRED:
                 values.pop(name, None)
         command = [sys.executable, str(PROGRAM), case, str(rank), str(world), str(store.port), on]
         processes.append(subprocess.Popen(command, env=values, stdout=subprocess.PIPE, text=True))

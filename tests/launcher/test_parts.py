@@ -18,12 +18,21 @@ from omegaconf import OmegaConf
 
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable, UnicronError
 from unicron_lightning.jobs import Job, problem
-from unicron_lightning.launcher import result
-from unicron_lightning.launcher.config import LauncherConfig
-from unicron_lightning.launcher.job import Script, config_flags, job_name, job_of, quoted
-from unicron_lightning.launcher.launch import SweepJobFailed, finish
-from unicron_lightning.launcher.result import ResultCallback, ScriptResult, plain
-from unicron_lightning.launcher.sweep import Ended, Sweep
+from unicron_lightning.launcher.job import (
+    LauncherConfig,
+    ResultCallback,
+    Script,
+    ScriptResult,
+    config_flags,
+    forget_result,
+    job_name,
+    job_of,
+    plain,
+    quoted,
+    read_result,
+    write_result,
+)
+from unicron_lightning.launcher.launch import Ended, Sweep, SweepJobFailed, finish
 
 
 @pytest.mark.parametrize("text", ["plain", "a b", "it's", "a\\b", "a\\'b", "ends\\", "a,b=[c]{d}", "", 'q"q'])
@@ -73,7 +82,7 @@ def test_a_job_is_the_same_script_with_what_makes_it_that_job() -> None:
         environment={"A": "b"},
         options=LauncherConfig(weight=2.0, min_nodes=2, max_nodes=3, workers_per_node=4, max_restarts=5),
     )
-    callback = "++hydra.callbacks.unicron_result._target_=unicron_lightning.launcher.result.ResultCallback"
+    callback = "++hydra.callbacks.unicron_result._target_=unicron_lightning.launcher.job.ResultCallback"
     assert job.command == [
         *("-m", "pkg.train", "--config-name", "other", "x=1", "+y='a b'", "hydra.verbose=true", "hydra.launcherlike=1"),
         *("hydra.mode=RUN", "hydra.run.dir='/s/3'", "hydra.sweep.dir='/s'", "hydra.job.num=3", "hydra.job.id='3'"),
@@ -129,26 +138,26 @@ def told(folder: Path) -> Any:
 
 
 def test_the_lowest_ranks_result_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert result.read(tmp_path) is None
+    assert read_result(tmp_path) is None
     for rank in (10, 2, 0):
         monkeypatch.setenv("RANK", str(rank))
         ResultCallback().on_job_end(told(tmp_path), returned(JobStatus.COMPLETED, rank))
-        assert result.read(tmp_path) == ScriptResult(value=rank)
-    result.forget(tmp_path)
-    assert result.read(tmp_path) is None
+        assert read_result(tmp_path) == ScriptResult(value=rank)
+    forget_result(tmp_path)
+    assert read_result(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"value": 1, "code": "x"}', "\x80"])
 def test_a_result_that_is_none_of_ours_is_none(tmp_path: Path, text: str) -> None:
-    result.write(tmp_path, 0, ScriptResult(value=1))
+    write_result(tmp_path, 0, ScriptResult(value=1))
     (tmp_path / ".unicron" / "rank0.json").write_text(text)
-    assert result.read(tmp_path) is None
+    assert read_result(tmp_path) is None
 
 
 def test_a_pipe_in_place_of_a_result_is_none(tmp_path: Path) -> None:
     (tmp_path / ".unicron").mkdir()
     os.mkfifo(tmp_path / ".unicron" / "rank0.json")
-    assert result.read(tmp_path) is None
+    assert read_result(tmp_path) is None
 
 
 def test_what_hydra_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -220,7 +229,7 @@ def test_ends_are_in_the_order_of_the_jobs() -> None:
 def test_the_reason_of_jobs_that_wait_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("unicron_lightning.launcher.sweep._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("unicron_lightning.launcher.launch._PATIENCE_SECONDS", 0.0)
     waiting = dict.fromkeys(range(3), "queued")
     run(FakeCoordinator(waiting, waiting, {**waiting, 0: "running"}, dict.fromkeys(range(3), "succeeded")))
     assert [each.getMessage() for each in caplog.records if "jobs_wait" in each.getMessage()] == [

@@ -14,15 +14,13 @@ from typing import Any
 import pytest
 
 from unicron_lightning.cli.certs import write_certificates
+from unicron_lightning.cli.inspection import Speeds
 from unicron_lightning.cli.job_file import array_of, read_job
 from unicron_lightning.cli.node import Tail
-from unicron_lightning.cli.top import Speeds
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job, problem
 from unicron_lightning.link import end_tasks
-from unicron_lightning.node.command import activated, hand_token, torchrun_command, torchrun_environment
 from unicron_lightning.node.daemon import Daemon
-from unicron_lightning.node.logs import LogPipe, RotatingFile
 from unicron_lightning.node.options import (
     NodeOptions,
     Slot,
@@ -32,7 +30,15 @@ from unicron_lightning.node.options import (
     slots_of,
     visible_devices,
 )
-from unicron_lightning.node.process import CANT_START
+from unicron_lightning.node.process import (
+    CANT_START,
+    LogPipe,
+    RotatingFile,
+    activated,
+    hand_token,
+    torchrun_command,
+    torchrun_environment,
+)
 from unicron_lightning.node.reconcile import GIVEN_UP_SECONDS, KILLED_SECONDS, AgentKey, AgentState, DueSteps, steps
 from unicron_lightning.wire.daemon import Launch, NodeRun
 

@@ -12,7 +12,7 @@ import pytest
 from system.cluster import Cluster
 from system.judge import Reference, check_exact
 
-from unicron_lightning.faults.examples import EXAMPLES
+from unicron_lightning.faults.fault import EXAMPLES
 from unicron_lightning.local_cluster.processes import lives, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]

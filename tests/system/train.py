@@ -107,7 +107,7 @@ class Schedule:
 
     def point(self, name: str, *where: Any) -> None:
         """A point of the engine."""
-        from unicron_lightning.faults.language import parse
+        from unicron_lightning.faults.fault import parse
 
         while self._heard < len(self.groups) and (self._armed / f"{self._heard}").exists():
             for place, words in enumerate(self.groups[self._heard]["faults"]):
@@ -132,7 +132,7 @@ class Schedule:
 
     def _claim(self, key: str, fault: Any, point: Any) -> bool:
         """Record the fault in place of the coordinator, and cause effects that a worker cannot cause itself."""
-        from unicron_lightning.faults.language import text
+        from unicron_lightning.faults.fault import text
 
         world, group = self.engine.world, int(key.partition("-")[0])
         if self.groups[group].get("ordered"):

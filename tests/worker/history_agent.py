@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from worker.history_worker import SimWorker
 
 from unicron_lightning import environ, wire
-from unicron_lightning.agent.link.outbox import Outbox
+from unicron_lightning.agent.coordinator_session import Outbox
 from unicron_lightning.agent.workers.roster import Roster
 from unicron_lightning.coordinator import events as ev
 

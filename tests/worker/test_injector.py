@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 
 from unicron_lightning import wire
 from unicron_lightning.detection.exceptions import describe
-from unicron_lightning.faults.due_times import FaultTimer, Point
-from unicron_lightning.faults.examples import EXAMPLES
-from unicron_lightning.faults.fault import HANGS
-from unicron_lightning.faults.language import parse
+from unicron_lightning.faults.arrivals import FaultTimer, Point
+from unicron_lightning.faults.fault import EXAMPLES, HANGS, parse
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.injector import Injector, corrupt_next_gradient, hang, library_error

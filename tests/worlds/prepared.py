@@ -43,7 +43,7 @@ from unicron_lightning.agent.agent import AgentThread
 from unicron_lightning.agent.handler import UnicronRendezvousHandler
 from unicron_lightning.agent.workers.forked import ForkedWorker, PreparedStarts
 from unicron_lightning.parent_death import tie_to
-from unicron_lightning.prepared import becoming, parent, shown
+from unicron_lightning.prepared import becoming, parent
 
 TORCHRUN: Final = ("agent", "torchrun")
 _REQUEST_BYTES: Final = 1 << 18
@@ -139,7 +139,7 @@ def _become(request: dict[str, object], outputs: list[int], parent: int) -> None
     sys.path[:] = [*wanted, *(each for each in sys.path if each not in paths)]
     kind, *words = request["words"]  # type: ignore[misc]
     if kind == "torchrun":  # a worker behind a stub is no child of its agent, which must not take it for one
-        shown.show([sys.executable, *becoming.OPTIONS, "-m", "torch.distributed.run", *words], os.environ)
+        becoming.show([sys.executable, *becoming.OPTIONS, "-m", "torch.distributed.run", *words], os.environ)
     if "PYTHONFAULTHANDLER" in os.environ:
         faulthandler.enable()
     os.chdir(str(request["folder"]))
@@ -161,7 +161,7 @@ def _fork_workers_from_here(report: bytes, changes: Mapping[str, str | None]) ->
         os.setsid()
         if not tie_to(agent, signal.SIGKILL):
             os._exit(1)
-        shown.show([sys.executable, *becoming.OPTIONS, str(parent.__file__)], os.environ)
+        becoming.show([sys.executable, *becoming.OPTIONS, str(parent.__file__)], os.environ)
         theirs.send(report)
         parent.work(theirs, agent, changes)
         sys.exit()  # a worker ends as it does in use
@@ -190,8 +190,8 @@ def main() -> None:
     if not tie_to(int(sys.argv[1]), signal.SIGKILL):
         sys.exit(1)
     del sys.argv[-1]  # room for what is shown of forked processes
-    shown.move_environment()
-    shown.show(["prepared", *sys.argv], os.environ)
+    becoming.move_environment()
+    becoming.show(["prepared", *sys.argv], os.environ)
     report, changes = parent.prepared(_imports)
     kind, *words = ForkServer(Path(sys.argv[2])).serve()
     sys.argv[1:] = words

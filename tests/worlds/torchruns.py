@@ -19,7 +19,7 @@ from typing import IO, Any, Final
 from unicron_lightning import environ
 from unicron_lightning.agent.workers.forked import ForkedWorker
 from unicron_lightning.local_cluster.processes import MARK, Processes, until
-from unicron_lightning.prepared.shown import PADDING, PADDING_NAME
+from unicron_lightning.prepared.becoming import PADDING, PADDING_NAME
 from unicron_lightning.private_files import open_private
 
 HERE: Final = Path(__file__).parent

@@ -27,21 +27,18 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from unicron_lightning import environ, wire
-from unicron_lightning.agent.checks.health import HealthWatch
-from unicron_lightning.agent.checks.probes import Prober
+from unicron_lightning.agent.checks import HealthWatch, Prober
+from unicron_lightning.agent.coordinator_session import CoordinatorSession, SessionHooks
 from unicron_lightning.agent.embedded import EmbeddedCoordinator
 from unicron_lightning.agent.injection import AgentFaults
-from unicron_lightning.agent.link.coordinator_session import CoordinatorSession, SessionHooks
 from unicron_lightning.agent.options import AgentOptions
 from unicron_lightning.agent.round_view import RoundView, SharedView, call, registration
-from unicron_lightning.agent.workers.inspection import Inspector
-from unicron_lightning.agent.workers.kernel_evidence import Deaths
+from unicron_lightning.agent.workers.inspection import Deaths, Inspector
 from unicron_lightning.agent.workers.local_socket import LocalHooks, LocalServer
 from unicron_lightning.agent.workers.memory import AgentMemory
-from unicron_lightning.agent.workers.process_end import LastOutput, folder_of_logs
 from unicron_lightning.agent.workers.roster import Fencing, LocalWorker, Roster
 from unicron_lightning.agent.workers.slot_lock import SlotGate, SlotLock
-from unicron_lightning.agent.workers.supervisor import Exit, Supervisor, WatchedProcess
+from unicron_lightning.agent.workers.supervisor import Exit, LastOutput, Supervisor, WatchedProcess, folder_of_logs
 from unicron_lightning.checkpoints.files import record_of
 from unicron_lightning.detection.exits import LEFT_EARLY
 from unicron_lightning.errors import ConfigError, SessionRefused, UnicronError

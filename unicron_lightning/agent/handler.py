@@ -3,19 +3,34 @@
 torchelastic calls `next_rendezvous` before each start of its workers and `num_nodes_waiting` ten times a second
 while they run. Failures of workers elsewhere do not concern it, so `num_nodes_waiting` is 0 unless the coordinator
 orders a stop.
+
+A TCPStore server is opened for every round. Keys of an earlier round would make torch's ``env://`` rendezvous hang, and
+a peer that still uses an earlier round's store must not meet the present one.
+
+**Environment.** NCCL and torch's process group need some variables for workers that recover, each with its reason.
+The agent sets them, whatever the user has set: with other values survivors of a failure are killed or hang. A user's
+contrary value is named in a warning. Sources: torch's ProcessGroupNCCL, NCCL 2.28.9.
+
+**Console.** Workers may show progress bars on the agent's console. A bar leaves the cursor at the end of its line,
+which a warning of the agent, such as ``agent_departs``, would continue.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, MutableMapping, Sequence
+import socket
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
+import psutil  # type: ignore[import-untyped]
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -26,11 +41,9 @@ from torch.distributed.elastic.rendezvous.api import (
 from typing_extensions import override
 
 from unicron_lightning import environ, wire
-from unicron_lightning.agent import console_lines, nccl_environment
 from unicron_lightning.agent import options as agent_options
 from unicron_lightning.agent.agent import AgentThread
-from unicron_lightning.agent.notices import LeaveNotices
-from unicron_lightning.agent.round_store import RoundStore
+from unicron_lightning.agent.options import LeaveNotices
 from unicron_lightning.agent.round_view import RoundView
 from unicron_lightning.agent.signals import Departure, SignalWatch, clean_exit_on_sigterm, held_signals
 from unicron_lightning.agent.workers.forked import PreparedStarts
@@ -38,6 +51,160 @@ from unicron_lightning.agent.workers.slot_lock import SlotLock
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 
 logger = logging.getLogger(__name__)
+
+
+class _FreshLines(logging.StreamHandler[TextIO]):
+    """Prints warnings to standard error, each on a line of its own.
+
+    On a terminal the bar's line is erased; the bar writes it again. In a file the bar's line ends before the warning.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setLevel(logging.WARNING)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record, with what ends the line before it."""
+        return f"{_begin(self.stream)}{super().format(record)}"
+
+
+def install() -> None:
+    """Make `_FreshLines` print what no handler of the user's does. Idempotent."""
+    if environ.LOGS not in os.environ and not isinstance(logging.lastResort, _FreshLines):  # workers print elsewhere
+        logging.lastResort = _FreshLines()
+
+
+def _begin(stream: TextIO) -> str:
+    return "\r\x1b[K" if stream.isatty() else "\n"
+
+
+REQUIRED: Final[Mapping[str, tuple[str, str]]] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": (
+        "0",
+        "torch's watchdog would end the survivors of a failure",
+    ),
+    "TORCH_NCCL_BLOCKING_WAIT": (
+        "0",
+        "a wait would block in the library until its time-out, out of an abort's reach",
+    ),
+    "TORCH_NCCL_ENABLE_MONITORING": (
+        "0",
+        "torch's monitor ends a process minutes after another one has noted an error in the shared store",
+    ),
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": (
+        "0",
+        "a watchdog that sees an error would note it in the shared store, for the monitors of joiners to read",
+    ),
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": (
+        "1",
+        "groups made lazily, such as Megatron's, could not be aborted while they are being connected",
+    ),
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": (
+        "60",
+        "[s] bounds how long a thread waits for a connection to a dead peer; torch's default is 30 minutes",
+    ),
+    "NCCL_NVLS_ENABLE": (
+        "0",
+        "NVLink SHARP's multicast memory is shared by the ranks of a machine and does not survive one rank's abort",
+    ),
+}
+"""Value and reason, by name."""
+
+REFUSED: Final[Mapping[str, tuple[str, str, str]]] = {
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "INFO", "DETAIL turns torch's error handling on again"),
+}
+"""Refused value, its replacement and the reason, by name."""
+
+
+def settle(environment: MutableMapping[str, str]) -> list[str]:
+    """Set the variables.
+
+    Args:
+        environment: environment of the agent, which its workers inherit; changed in place.
+
+    Returns:
+        A sentence for each value of the user's that was replaced.
+    """
+    replaced = []
+    for name, (value, reason) in REQUIRED.items():
+        given = environment.get(name)
+        if given not in (None, value):
+            replaced.append(f"{name}={given}: set to {value}, since {reason}")
+        environment[name] = value
+    for name, (refused, value, reason) in REFUSED.items():
+        if environment.get(name, "").upper() == refused:
+            replaced.append(f"{name}={environment[name]}: set to {value}, since {reason}")
+            environment[name] = value
+    return replaced
+
+
+_BACKLOG: Final = 4096
+
+
+class _RoundStore:
+    """A store server of this process, open until `close`.
+
+    Args:
+        host: address of this machine for other workers; the only one that is listened on, if possible.
+        timeout: time limit of blocking operations.
+    """
+
+    def __init__(self, host: str, timeout: timedelta = timedelta(seconds=300)) -> None:
+        listener = listen(host)
+        port = int(listener.getsockname()[1])
+        # The store takes over the descriptor and closes it with the server.
+        self._store: dist.TCPStore | None = dist.TCPStore(
+            host_name=listener.getsockname()[0] if listener.getsockname()[0] not in ("0.0.0.0", "::") else host,
+            port=port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
+        self.address = wire.Address(host=host, port=port)
+
+    def num_keys(self) -> int:
+        """Return the number of keys in the store; 0 if it is closed."""
+        store = self._store
+        return 0 if store is None else int(store.num_keys())
+
+    def num_clients(self) -> int:
+        """Return the number of connections from other processes to the server."""
+        if self._store is None:
+            return 0
+        connections = psutil.Process().net_connections("tcp")
+        own = {_plain(each.laddr) for each in connections}
+        served = [each for each in connections if each.status == psutil.CONN_ESTABLISHED]
+        return sum(each.laddr.port == self.address.port and _plain(each.raddr) not in own for each in served)
+
+    def close(self) -> None:
+        """Close the server; its port is free when this returns."""
+        self._store = None
+
+
+def _plain(address: Any) -> tuple[str, int]:
+    """Return an address with IPv4 written the same way on sockets of both families."""
+    return str(address.ip).removeprefix("::ffff:"), int(address.port)
+
+
+def listen(host: str) -> socket.socket:
+    """Listen on a free port of ``host``, or on all addresses if it does not belong to this machine (NAT)."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+    logger.warning("listens_everywhere host=%s reason='not an address of this machine'", host)
+    listener = socket.socket()
+    listener.bind(("", 0))
+    listener.listen(_BACKLOG)
+    return listener
+
 
 BACKEND: Final = "unicron"
 _SLOT_POLL_SECONDS: Final = 0.05
@@ -64,7 +231,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
         self._signals: SignalWatch | None = None
         self._departure: Departure | None = None
         self._notices: LeaveNotices | None = None
-        self._store: RoundStore | None = None
+        self._store: _RoundStore | None = None
         slot = self._options.slot
         self._lock = None if slot is None else SlotLock(self._options.node, slot)
         self._closed = False
@@ -184,7 +351,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
             os.environ[environ.TOKEN], self._hidden = self._hidden, None
 
     def _start(self) -> AgentThread:
-        console_lines.install()
+        install()
         atexit.register(self.shutdown)  # first: a signal may end the process from here on
         agent = self._agent = AgentThread(self._options, self._num_keys, self._lock)
         self._departure = Departure(lambda: agent.may_depart, agent.depart, agent.leaving, self._options.leave_timeout)
@@ -234,7 +401,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
 
     def _begin_round(self, agent: AgentThread) -> tuple[int, wire.Grant]:
         old_store = self._store
-        self._store = RoundStore(self._options.host)
+        self._store = _RoundStore(self._options.host)
         number = agent.begin_round(self._store.address)
         if old_store is not None:
             old_store.close()
@@ -300,15 +467,15 @@ class UnicronRendezvousHandler(RendezvousHandler):
 
 def _settle(environment: MutableMapping[str, str]) -> list[str]:
     """Set the variables that all workers need; return a sentence for each value of the user's that was replaced."""
-    replaced = nccl_environment.settle(environment)
+    replaced = settle(environment)
     if not torch.accelerator.is_available():
         for name in environ.KEEP_FREED:
             environment.setdefault(name, environ.MALLOC_THRESHOLD)
     return replaced
 
 
-ROLE_INFO: Final = "torchelastic/role_info/"
-ASSIGNED_RANKS: Final = "torchelastic/assigned_ranks/"
+_ROLE_INFO: Final = "torchelastic/role_info/"
+_ASSIGNED_RANKS: Final = "torchelastic/assigned_ranks/"
 EXIT_BARRIER: Final = "torchelastic/agent/terminal_state"
 
 
@@ -347,7 +514,7 @@ class RankStore:
 
     def set(self, key: str, value: Any) -> None:
         """Record the role info of this agent."""
-        if key == f"{ROLE_INFO}{self._group_rank}":
+        if key == f"{_ROLE_INFO}{self._group_rank}":
             self._role_info = value if isinstance(value, bytes) else str(value).encode()
         elif not key.startswith(EXIT_BARRIER):
             raise _unknown("set", key)
@@ -355,7 +522,7 @@ class RankStore:
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return this agent's role info for each key: the ranks that group rank 0 computes from them are not used."""
         for key in keys:
-            if not key.startswith(ROLE_INFO) or self._role_info is None:
+            if not key.startswith(_ROLE_INFO) or self._role_info is None:
                 raise _unknown("multi_get", key)
         assert self._role_info is not None or not keys
         return [self._role_info or b""] * len(keys)
@@ -363,12 +530,12 @@ class RankStore:
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
         """Ignore the ranks that group rank 0 assigned."""
         for key in keys:
-            if not key.startswith(ASSIGNED_RANKS):
+            if not key.startswith(_ASSIGNED_RANKS):
                 raise _unknown("multi_set", key)
 
     def get(self, key: str) -> bytes:
         """Return the coordinator's ranks."""
-        if key != f"{ASSIGNED_RANKS}{self._group_rank}" or self._role_info is None:
+        if key != f"{_ASSIGNED_RANKS}{self._group_rank}" or self._role_info is None:
             raise _unknown("get", key)
         base, world = self._ranks_of(int(json.loads(self._role_info)["local_world_size"]))
         return json.dumps([base, world, base, world]).encode()

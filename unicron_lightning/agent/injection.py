@@ -18,8 +18,7 @@ from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.faults.fault import Fault
-from unicron_lightning.faults.language import parse
+from unicron_lightning.faults.fault import Fault, parse
 
 logger = logging.getLogger(__name__)
 

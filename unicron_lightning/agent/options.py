@@ -2,6 +2,10 @@
 
 ``--rdzv-endpoint HOST[:PORT]`` names the coordinator (default 127.0.0.1:29461); ``--rdzv-id`` is the task;
 ``--rdzv-conf`` takes the keys of `CONF_KEYS`. A wrong value is a `ConfigError` that quotes it.
+
+Requests to leave a node may be no SIGTERM: another signal, or a file. Each becomes one SIGTERM of this process.
+Schedulers send the signal of their configuration, e.g. SIGUSR1. A hook that announces the end of a spot instance can
+create a file.
 """
 
 from __future__ import annotations
@@ -11,14 +15,15 @@ import logging
 import os
 import signal
 import socket
+import threading
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from unicron_lightning import environ
-from unicron_lightning.agent.notices import leave_signal
 from unicron_lightning.credentials import Token, is_loopback, token_for
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.private_files import user_path
@@ -29,8 +34,78 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
+SIGNALS: Final = {"SIGUSR1": signal.SIGUSR1, "SIGUSR2": signal.SIGUSR2}
+_POLL_SECONDS: Final = 0.5
+
+
+def leave_signal(text: str | None, option: str) -> signal.Signals | None:
+    """Return the signal that a user has named, with or without "SIG"; None if there is none.
+
+    Args:
+        text: as given.
+        option: its name, for the error.
+
+    Raises:
+        ConfigError: it is another signal.
+    """
+    if text in (None, ""):
+        return None
+    name = str(text).upper()
+    found = SIGNALS.get(name if name.startswith("SIG") else f"SIG{name}")
+    if found is None:
+        raise ConfigError(f"{option}{text}: expected USR1 or USR2")
+    return found
+
+
+class LeaveNotices:
+    """Sends this process SIGTERM when a signal arrives, or when a file appears. Created and closed in the main thread;
+    does nothing in another one.
+
+    Args:
+        number: the signal, None: none.
+        path: the file, looked for twice a second; None: none.
+    """
+
+    def __init__(self, number: signal.Signals | None, path: Path | None) -> None:
+        self._number, self._path = number, path
+        self._before: Any = None
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if number is not None:
+            self._before = signal.signal(number, self._handle)
+        if path is not None:
+            self._thread = threading.Thread(target=self._watch, args=(path,), name="unicron-notice", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching; the signal gets its previous handler."""
+        if self._before is not None and self._number is not None:
+            signal.signal(self._number, self._before)
+            self._before = None
+        if self._thread is not None:
+            self._closed.set()
+            self._thread.join(_POLL_SECONDS)  # longer if its file system hangs
+            self._thread = None
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        logger.warning("leave_notice signal=%s", signal.Signals(number).name)
+        signal.raise_signal(signal.SIGTERM)
+
+    def _watch(self, path: Path) -> None:
+        while not path.exists():
+            if self._closed.wait(_POLL_SECONDS):
+                return
+        logger.warning("leave_notice file=%s", path)
+        main = threading.main_thread().ident
+        if main is not None and not self._closed.is_set():
+            signal.pthread_kill(main, signal.SIGTERM)
+
+
 DEFAULT_HOST: Final = "127.0.0.1"
-DEFAULT_PORT: Final = 29461
+_DEFAULT_PORT: Final = 29461
 
 CONF_KEYS: Final = {
     "node": "label of the node (default: host name); agents of one machine may share it",
@@ -134,10 +209,10 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         max_nodes=parameters.max_nodes,
         coordinator_host=host,
         coordinator_port=port,
-        embedded=_flag(conf, "embedded", default=True) and names_this_machine(host),
+        embedded=_flag(conf, "embedded", default=True) and _names_this_machine(host),
         state_dir=_state_dir(conf.get("state_dir"), host, port),
         token=token,
-        host=DEFAULT_HOST if loopback else own_address(parameters.local_addr, host, port),
+        host=DEFAULT_HOST if loopback else _own_address(parameters.local_addr, host, port),
         forwarded=_flag(conf, "forwarded", default=False),
         trust=trust_for(
             host,
@@ -167,7 +242,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     wrong = ConfigError(f"--rdzv-endpoint {text!r}: expected HOST, HOST:PORT or [IPv6]:PORT with a port of 1..65535")
     rest = text.strip()
     if not rest:
-        return DEFAULT_HOST, DEFAULT_PORT
+        return DEFAULT_HOST, _DEFAULT_PORT
     if rest.startswith("["):
         host, bracket, port_text = rest[1:].partition("]")
         if not bracket or (port_text and not port_text.startswith(":")):
@@ -178,13 +253,13 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     else:
         host, _, port_text = rest.partition(":")
     if not port_text:
-        return host or DEFAULT_HOST, DEFAULT_PORT
+        return host or DEFAULT_HOST, _DEFAULT_PORT
     if not (port_text.isascii() and port_text.isdigit() and 1 <= int(port_text) <= 65535):
         raise wrong
     return host or DEFAULT_HOST, int(port_text)
 
 
-def names_this_machine(host: str) -> bool:
+def _names_this_machine(host: str) -> bool:
     """Whether ``host`` is this machine: one of its addresses can be bound here."""
     for family, kind, protocol, _, address in _resolve(host):
         try:
@@ -206,7 +281,7 @@ def bind_address(host: str) -> str:
     return "0.0.0.0" if all(is_loopback(address) for address in addresses) else host
 
 
-def own_address(local_addr: str | None, host: str, port: int) -> str:
+def _own_address(local_addr: str | None, host: str, port: int) -> str:
     """Return the address of this machine for other nodes: ``--local-addr``, else that of the route to the
     coordinator.
     """

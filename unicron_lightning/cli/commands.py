@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unicron_lightning.cli import certs, incidents, inspection, jobs, node, orders, run, top
+from unicron_lightning.cli import certs, inspection, node, orders, report, run
 from unicron_lightning.cli.output import visible
 from unicron_lightning.cli.plan.command import add_parser as add_plan_parser
-from unicron_lightning.cli.report import command as report
 from unicron_lightning.errors import UnicronError
 
 _EPILOG = """\
@@ -83,9 +82,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
-    shown = (inspection, incidents, report, top)
-    for group in (run, *shown, orders, jobs, node, certs):
-        group.add_parsers(commands)
+    run.add_parsers(commands)
+    inspection.add_parsers(commands)
+    inspection.add_incidents(commands)
+    report.add_parsers(commands)
+    inspection.add_top(commands)
+    orders.add_parsers(commands)
+    orders.add_jobs(commands)
+    node.add_parsers(commands)
+    certs.add_parsers(commands)
     _add_export(commands)
     add_plan_parser(commands)
     shell = commands.add_parser("completion", help="print the completion of this command for a shell")

@@ -15,8 +15,7 @@ import msgspec
 from unicron_lightning import wire
 from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.coordinator.incidents.facts import Fact
-from unicron_lightning.detection.health import HealthLimits
-from unicron_lightning.detection.patterns import Pattern
+from unicron_lightning.detection.health import HealthLimits, Pattern
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.faults.fault import Fault
 from unicron_lightning.jobs import Job

@@ -1,25 +1,251 @@
-"""The clusters of the two acts: local clusters whose workers' diaries are read."""
+"""The common parts of the two acts: local clusters whose workers' diaries are read, proofs from them, and pictures.
+
+Proofs are pure functions over the lines of the diaries and results.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from rich.console import Console
+
 from unicron_lightning import environ
-from unicron_lightning.demo.proof import ProofLine
 from unicron_lightning.errors import CoordinatorUnavailable
 from unicron_lightning.local_cluster.cluster import LocalCluster
 from unicron_lightning.local_cluster.processes import until
 
+ProofLine = dict[str, Any]
+"""A line of a worker's diary: an event, its time, its process, and what it is about."""
+
+
+def micro_batches(lines: Iterable[ProofLine]) -> dict[tuple[int, tuple[int, ...]], list[int]]:
+    """The processes that computed each micro-batch, in the diary's order, by its step and samples."""
+    workers: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+    for line in lines:
+        if line["event"] == "micro_batch":
+            workers[line["step"], tuple(line["samples"])].append(line["pid"])
+    return workers
+
+
+def wasted(lines: Iterable[ProofLine], dead: set[int]) -> int:
+    """Number of micro-batches that were recomputed although a worker that had finished them survived."""
+    return sum(any(pid not in dead for pid in pids[:-1]) for pids in micro_batches(lines).values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkProof:
+    """Micro-batches of a run.
+
+    Attributes:
+        needed: in all steps.
+        computed: forward passes run.
+        recomputed: computed by more than one worker, because the first died.
+        wasted: recomputed although the worker that had computed it survived; must be 0.
+        lost_samples, repeated_samples: per epoch, of the data set; must be 0.
+    """
+
+    needed: int
+    computed: int
+    recomputed: int
+    wasted: int
+    lost_samples: int
+    repeated_samples: int
+
+
+def prove_work(diary: Sequence[ProofLine], dead: set[int], steps_per_epoch: int) -> WorkProof:
+    """Account for every micro-batch and sample.
+
+    Args:
+        diary: all lines of all workers.
+        dead: processes that were killed.
+        steps_per_epoch: optimizer steps in an epoch.
+    """
+    workers = micro_batches(diary)
+    used: dict[int, Counter[int]] = defaultdict(Counter)
+    for step, samples in workers:
+        used[step // steps_per_epoch].update(samples)
+    every = set().union(*(set(counts) for counts in used.values()))
+    return WorkProof(
+        needed=len(workers),
+        computed=sum(map(len, workers.values())),
+        recomputed=sum(len(pids) > 1 for pids in workers.values()),
+        wasted=wasted(diary, dead),
+        lost_samples=sum(len(every - set(counts)) for counts in used.values()),
+        repeated_samples=sum(count - 1 for counts in used.values() for count in counts.values() if count > 1),
+    )
+
+
+def loss_curve(diary: Iterable[ProofLine]) -> dict[int, float]:
+    """Loss by step, which is the same on all workers."""
+    return {line["step"]: line["loss"] for line in diary if line["event"] == "step"}
+
+
+def worlds(diary: Iterable[ProofLine]) -> dict[int, int]:
+    """Workers by step."""
+    return {line["step"]: line["world"] for line in diary if line["event"] == "step"}
+
+
+def step_times(diary: Iterable[ProofLine]) -> list[float]:
+    """Time at which each step was first recorded as finished, in order."""
+    first: dict[int, float] = {}
+    for line in diary:
+        if line["event"] == "step":
+            first[line["step"]] = min(line["at"], first.get(line["step"], line["at"]))
+    return sorted(first.values())
+
+
+def longest_gap(times: Sequence[float], start: float, stop: float) -> float:
+    """Longest time without a finished step that overlaps [start, stop], in seconds."""
+    gaps = [b - a for a, b in pairwise(times) if b >= start and a <= stop]
+    return max(gaps, default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exactness:
+    """Comparison of a run's final parameters with those of a reference.
+
+    Attributes:
+        largest_difference: over all parameters.
+        identical: whether the run's own workers ended with bitwise equal parameters.
+        losses: largest difference of the loss curves.
+        val_losses: of the two runs.
+    """
+
+    largest_difference: float
+    identical: bool
+    losses: float
+    val_losses: tuple[float, float]
+
+
+def prove_exactness(run: Path, reference: Path, curves: tuple[dict[int, float], dict[int, float]]) -> Exactness:
+    """Compare the results that the workers of two runs have saved."""
+    mine = [torch.load(path) for path in sorted(run.glob("final-*.pt"))]
+    other = torch.load(min(reference.glob("final-*.pt")))
+    first = mine[0]["parameters"]
+    differences = [
+        float((first[name].double() - value.double()).abs().max()) for name, value in other["parameters"].items()
+    ]
+    identical = all(torch.equal(first[name], result["parameters"][name]) for result in mine for name in first)
+    assert curves[0].keys() == curves[1].keys(), "the runs have different steps"
+    return Exactness(
+        largest_difference=max(differences),
+        identical=identical,
+        losses=max(abs(curves[0][step] - curves[1][step]) for step in curves[0]),
+        val_losses=(mine[0]["val_loss"], other["val_loss"]),
+    )
+
+
+def report(console: Console, checks: Sequence[tuple[str, bool]]) -> bool:
+    """Print each claim with its outcome; return whether all hold."""
+    for text, passed in checks:
+        console.print(f"[{'green' if passed else 'bold red'}]{'ok  ' if passed else 'FAIL'}[/] {text}")
+    return all(passed for _, passed in checks)
+
+
+matplotlib.use("Agg")
+
+_COLORS = ("#08519c", "#e6550d")
+_RED = "#cb181d"
+
+
+def draw_losses(
+    path: Path,
+    curves: tuple[dict[int, float], dict[int, float]],
+    worlds: dict[int, int],
+    faults: list[tuple[int, str]],
+) -> None:
+    """Save the loss curves of two runs, with the faults and the world.
+
+    Args:
+        path: of the PNG file.
+        curves: loss by step, with faults and without.
+        worlds: workers by step.
+        faults: (step in which it struck, name).
+    """
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(10, 6), sharex=True, height_ratios=[3, 1])
+    broken, clean = curves
+    top.plot(list(clean), list(clean.values()), color="#9ecae1", linewidth=5, label="no failure")
+    top.plot(list(broken), list(broken.values()), color="#08519c", linewidth=1.2, label="three failures")
+    top.set_ylabel("training loss (nats per byte)")
+    top.legend(loc="upper right")
+    top.set_title("One GPT trained twice: straight through failures, and without any")
+    height = top.get_ylim()[1]
+    for step, name in faults:
+        _mark(step, top, bottom)
+        top.annotate(name, (step, height), rotation=90, va="top", ha="right", fontsize=8, color=_RED)
+    steps = sorted(worlds)
+    bottom.step(steps, [worlds[step] for step in steps], where="mid", color="#238b45")
+    bottom.set_ylim(0, max(worlds.values()) + 0.5)
+    bottom.set_ylabel("workers")
+    bottom.set_xlabel("optimizer step")
+    _save(figure, path)
+
+
+def draw_sharing(
+    path: Path,
+    worlds: Mapping[str, Sequence[tuple[float, int]]],
+    waf: tuple[NDArray[np.float64], NDArray[np.float64]],
+    moments: Sequence[tuple[float, str]],
+) -> None:
+    """Save each task's nodes and the resulting WAF.
+
+    Args:
+        path: of the PNG file.
+        worlds: by task, (moment [s], workers that finished a step then).
+        waf: moments [s] and weighted FLOP/s.
+        moments: (moment [s], name of the event).
+    """
+    start = float(waf[0][0])
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(10, 6), sharex=True)
+    for (task, line), color in zip(worlds.items(), _COLORS, strict=True):
+        times = [at - start for at, _ in line]
+        top.step(times, [world for _, world in line], where="post", color=color, label=f"task {task}")
+    top.set_ylabel("workers that train")
+    top.set_ylim(0, None)
+    top.legend(loc="center right")
+    top.set_title("Two tasks share six nodes: the plan follows what happens")
+    bottom.plot(waf[0] - start, waf[1] / 1e9, color="#238b45")
+    bottom.set_ylabel("WAF (weighted GFLOP/s)")
+    bottom.set_ylim(0, None)
+    bottom.set_xlabel("seconds")
+    for at, what in moments:
+        _mark(at - start, top, bottom)
+        bottom.annotate(what, (at - start, 0), rotation=90, va="bottom", ha="right", fontsize=8, color=_RED)
+    _save(figure, path)
+
+
+def _mark(at: float, *plots: Axes) -> None:
+    """Mark a moment in each plot."""
+    for axes in plots:
+        axes.axvline(at, color=_RED, linestyle=":", linewidth=1.2)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
-class Diary:
+class _Diary:
     """The lines of all workers of a task, in ``lines``.
 
     Args:
@@ -54,7 +280,7 @@ class OneTask(LocalCluster):
     def __init__(self, out: Path, nodes: int, arguments: Sequence[str] = ()) -> None:
         command = ["-m", "unicron_lightning.demo.train", *arguments, "--out", str(out), "--nodes", str(nodes)]
         super().__init__(command, nodes=nodes, task="demo", environment=ENVIRONMENT, folder=out)
-        self._diary = Diary(self.folder)
+        self._diary = _Diary(self.folder)
 
     @property
     def diary(self) -> list[ProofLine]:
@@ -109,7 +335,7 @@ class SharedNodes(LocalCluster):
         # The nodes share this machine's processors: imports of their prepared processes would slow the tasks whose
         # throughput the planner measures.
         super().__init__(nodes=nodes, environment={**ENVIRONMENT, environ.PREPARE: "0"}, folder=out)
-        self._diaries: dict[str, Diary] = {}
+        self._diaries: dict[str, _Diary] = {}
 
     # ---- actions
 
@@ -117,7 +343,7 @@ class SharedNodes(LocalCluster):
         """Submit a job, whose output goes to its folder."""
         folder = self.folder / name
         folder.mkdir()
-        self._diaries[name] = Diary(folder)
+        self._diaries[name] = _Diary(folder)
         self.submit(name, [*command, "--out", str(folder)], **limits)
 
     def stop(self, task: str) -> float:

@@ -17,12 +17,12 @@ from unicron_lightning.coordinator.incidents.facts import (
     WorkerDeath,
     read_fact,
 )
-from unicron_lightning.demo.cluster import OneTask
-from unicron_lightning.demo.pictures import draw_losses
-from unicron_lightning.demo.proof import (
+from unicron_lightning.demo.cluster import (
     Exactness,
+    OneTask,
     ProofLine,
     WorkProof,
+    draw_losses,
     longest_gap,
     loss_curve,
     prove_exactness,

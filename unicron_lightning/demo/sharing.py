@@ -28,9 +28,7 @@ from unicron_lightning.coordinator.incidents.facts import (
     TaskEnd,
     read_fact,
 )
-from unicron_lightning.demo.cluster import SharedNodes
-from unicron_lightning.demo.pictures import draw_sharing
-from unicron_lightning.demo.proof import ProofLine, report, wasted
+from unicron_lightning.demo.cluster import ProofLine, SharedNodes, draw_sharing, report, wasted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from unicron_lightning.detection.patterns import UNKNOWN, classify
+from unicron_lightning.detection.health import UNKNOWN, classify
 from unicron_lightning.errors import ConfigError, ProgramsDiffer
 
 _OWN_KINDS: Final = ((ConfigError, "config_error"), (ProgramsDiffer, "programs_differ"))

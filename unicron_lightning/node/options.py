@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from unicron_lightning.agent.notices import leave_signal
-from unicron_lightning.agent.options import parse_endpoint
+from unicron_lightning.agent.options import leave_signal, parse_endpoint
 from unicron_lightning.credentials import Token, is_loopback, token_for
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.private_files import make_private, open_private, user_path

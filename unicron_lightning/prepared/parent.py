@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from unicron_lightning.parent_death import tie_to
-from unicron_lightning.prepared import becoming, shown
-from unicron_lightning.prepared.messages import FILES, FORK, GO, NO_ROOM
+from unicron_lightning.prepared import becoming
+from unicron_lightning.prepared.becoming import FILES, FORK, GO, NO_ROOM
 
 _ADOPTION_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.0005
@@ -101,7 +101,7 @@ def serve(link: socket.socket, agent: int) -> Program:
 def _fork_worker(files: list[int]) -> None:
     """Fork the worker and end; return in the worker. What the system shows is right before the agent can see it."""
     request = _request(files[0])
-    if not shown.show(request["command"], request["environment"]):
+    if not becoming.show(request["command"], request["environment"]):
         socket.socket(fileno=files[-1]).send(NO_ROOM)
         os._exit(1)
     if os.fork() != 0:
@@ -168,8 +168,8 @@ def main() -> None:
     link, agent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     if not tie_to(agent, signal.SIGKILL):
         sys.exit(1)
-    shown.move_environment()
-    shown.show([sys.executable, *becoming.OPTIONS, __file__], os.environ)
+    becoming.move_environment()
+    becoming.show([sys.executable, *becoming.OPTIONS, __file__], os.environ)
     report, changes = prepared(prepare)
     link.send(report)
     work(link, agent, changes)

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from unicron_lightning.cli.plan.config import PerformanceConfig, PlanClusterConfig, read
-from unicron_lightning.cli.plan.situation import nodes_of, performance_of
+from unicron_lightning.cli.plan.situation import PerformanceConfig, PlanClusterConfig, nodes_of, performance_of, read
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.performance.model import PerformanceModel
 from unicron_lightning.planner.performance.transformer import TransformerModel

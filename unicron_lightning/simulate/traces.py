@@ -63,7 +63,7 @@ from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults import fault as words
 from unicron_lightning.faults.arrivals import arrivals, draw
-from unicron_lightning.faults.language import parse, text
+from unicron_lightning.faults.fault import parse, text
 from unicron_lightning.simulate.trace import (
     CORRUPTING,
     SLOWDOWN,

@@ -103,7 +103,7 @@ class Inspect(Message, frozen=True, kw_only=True, tag="inspect"):
     details: dict[str, Any]
     """Added to the report, beside the stacks."""
     silent: bool = False
-    """Whether the worker does not answer: it hangs only if its process is frozen, see `detection.frozen`."""
+    """Whether the worker does not answer: it hangs only if its process is frozen, see `agent.workers.inspection`."""
     patient: bool = False
     """Whether a silent worker has been silent for so long that computing with the interpreter's lock counts as
     a hang.

@@ -1,6 +1,6 @@
 """Messages of faults on purpose (docs/faults.md).
 
-Faults are texts of `faults.language`, parsed by the process that injects them.
+Faults are texts of `faults.fault`, parsed by the process that injects them.
 """
 
 from __future__ import annotations

@@ -22,11 +22,8 @@ from torch import Tensor
 
 from unicron_lightning import environ, wire
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.faults.arrivals import draw
-from unicron_lightning.faults.due_times import SCRIPT, FaultTimer, Point
-from unicron_lightning.faults.examples import EXAMPLES, Example
-from unicron_lightning.faults.fault import Fault
-from unicron_lightning.faults.language import parse, text
+from unicron_lightning.faults.arrivals import SCRIPT, FaultTimer, Point, draw
+from unicron_lightning.faults.fault import EXAMPLES, Example, Fault, parse, text
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted
 from unicron_lightning.worker.engine import Engine
 

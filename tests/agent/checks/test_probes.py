@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from unicron_lightning import wire
-from unicron_lightning.agent.checks.probes import Prober
+from unicron_lightning.agent.checks import Prober
 
 
 @pytest.fixture

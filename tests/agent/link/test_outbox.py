@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unicron_lightning import wire
-from unicron_lightning.agent.link.outbox import Outbox
+from unicron_lightning.agent.coordinator_session import Outbox
 
 
 def progress(step: int, worker: str = "a/0#1") -> wire.Progress:

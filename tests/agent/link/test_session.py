@@ -10,7 +10,7 @@ import time
 from agent.fake_coordinator import FakeCoordinator
 
 from unicron_lightning import wire
-from unicron_lightning.agent.link.coordinator_session import QUIET_SECONDS, CoordinatorSession, Pulse, SessionHooks
+from unicron_lightning.agent.coordinator_session import QUIET_SECONDS, CoordinatorSession, Pulse, SessionHooks
 from unicron_lightning.credentials import token_for
 from unicron_lightning.detection.silence import SilenceLimits
 

@@ -16,8 +16,7 @@ import pytest
 
 from unicron_lightning import wire
 from unicron_lightning.agent.workers import inspection
-from unicron_lightning.agent.workers.inspection import look
-from unicron_lightning.detection.frozen import Frozen, frozen
+from unicron_lightning.agent.workers.inspection import Frozen, frozen, look
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs the kernel's schedule counts")
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from unicron_lightning import environ
-from unicron_lightning.agent.workers.process_end import LastOutput
-from unicron_lightning.agent.workers.supervisor import Exit, Supervisor
+from unicron_lightning.agent.workers.supervisor import Exit, LastOutput, Supervisor
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "ModuleNotFoundError: x"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from unicron_lightning.agent.workers.process_end import Threads, _open, exit_status_of_dying, is_doomed
+from unicron_lightning.agent.workers.supervisor import Threads, _open, exit_status_of_dying, is_doomed
 
 MEMORY = 400 << 20
 PROGRAM = f"""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron_lightning.cli.plan.config import (
+from unicron_lightning.cli.plan.situation import (
     FailuresConfig,
     NodeConfig,
     PerformanceConfig,
@@ -16,8 +16,10 @@ from unicron_lightning.cli.plan.config import (
     PlanConfig,
     PlanTaskConfig,
     TransformerConfig,
+    failure_model,
+    nodes_of,
+    situation_of,
 )
-from unicron_lightning.cli.plan.situation import failure_model, nodes_of, situation_of
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.performance.description import ModelShape
 from unicron_lightning.planner.placement import NodeCapacity

@@ -12,9 +12,7 @@ from coordinator.driver import World, running, settle
 from coordinator.incidents.test_accounting import die, recover, tell
 
 from unicron_lightning.cli.output import visible
-from unicron_lightning.cli.report.command import losses_of
-from unicron_lightning.cli.report.pages import markdown, page, thinned
-from unicron_lightning.cli.report.story import TaskStory, story_of
+from unicron_lightning.cli.report import TaskStory, losses_of, markdown, page, story_of, thinned
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.incidents import accounting
 from unicron_lightning.coordinator.incidents.facts import IncidentClosed

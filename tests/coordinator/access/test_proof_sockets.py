@@ -17,12 +17,12 @@ from aiohttp import web
 from coordinator.shell import Coordinator, ask, known
 
 from unicron_lightning import wire
-from unicron_lightning.agent.link.coordinator_session import CoordinatorSession, SessionHooks
+from unicron_lightning.agent.coordinator_session import CoordinatorSession, SessionHooks
 from unicron_lightning.cli.client import Access, fetch
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven, UnicronError
 from unicron_lightning.link import open_socket
-from unicron_lightning.node.link import NodeLink
+from unicron_lightning.node.daemon import NodeLink
 from unicron_lightning.proof import Meeting, authorization, new_nonce
 from unicron_lightning.wire.daemon import NodeHello, NodeRun
 

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 from coordinator.driver import World
 
-from unicron_lightning.cli.plan.config import (
+from unicron_lightning.cli.plan.situation import (
     FailuresConfig,
     NodeConfig,
     PerformanceConfig,
     PlanClusterConfig,
     PlanConfig,
     PlanTaskConfig,
+    Situation,
+    situation_of,
 )
-from unicron_lightning.cli.plan.situation import Situation, situation_of
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.places import NO_TASK
 from unicron_lightning.planner.solver import solve

@@ -17,8 +17,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.orders import injection
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
-from unicron_lightning.faults.language import parse, text
-from unicron_lightning.faults.script import Faults
+from unicron_lightning.faults.fault import Faults, parse, text
 
 
 def three() -> tuple[World, list[Any]]:

@@ -10,7 +10,7 @@ from coordinator.severity.story import WAYS
 
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.coordinator.severity.rules import RULES
-from unicron_lightning.detection.patterns import UNKNOWN, builtin
+from unicron_lightning.detection.health import UNKNOWN, builtin
 
 
 def test_there_is_a_way_into_every_row() -> None:

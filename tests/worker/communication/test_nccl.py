@@ -16,7 +16,7 @@ from worker.nccl_simulation import simulate_nccl
 from worker.nccl_stand_in import REMOTE_ERROR, Host, Network, StandInGroup, Watchdog
 from worker.test_engine import check
 
-from unicron_lightning.agent.nccl_environment import REQUIRED, settle
+from unicron_lightning.agent.handler import REQUIRED, settle
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.communication import backends, background_connect
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted

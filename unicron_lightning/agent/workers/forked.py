@@ -5,6 +5,11 @@ or ``-m MODULE``, a script that sets variables before its imports, variables tha
 import, limits or signals that have changed, packages that were installed meanwhile, modules beside the script with the
 name of an imported one. So it does if the prepared process is slow, has died or must not be forked. Each cause is
 logged once.
+
+**The situation** is the part of a process's state that it has from the one that starts it, besides its command,
+environment and files. A forked worker has it from the prepared process, an ordinary one from the agent. Both are equal
+as long as the agent's has not changed since it started the prepared process. The signals that an agent ignores do
+change: torchelastic handles some that its shell, or `nohup`, has had it ignore. A forked worker is told which.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import inspect
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -27,21 +33,55 @@ from typing import Any, Final
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from unicron_lightning import environ
-from unicron_lightning.prepared import becoming, situation
-from unicron_lightning.prepared.messages import FORK, GO, NO_ROOM
-from unicron_lightning.prepared.shown import PADDING, PADDING_NAME
+from unicron_lightning.prepared import becoming
+from unicron_lightning.prepared.becoming import FORK, GO, NO_ROOM, PADDING, PADDING_NAME
 
 logger = logging.getLogger(__name__)
 
+
+_FROM_STATUS: Final = ("Umask", "SigBlk", "Groups", "NoNewPrivs")
+
+
+def inherited() -> dict[str, object]:
+    """Return what a process that this one's main thread starts inherits, by name."""
+    status = _status()
+    folder = Path().stat()
+    limits = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
+    return {
+        "working directory": (os.getcwd(), folder.st_dev, folder.st_ino),  # noqa: PTH109 - Path.cwd() is the same call
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in limits},
+        "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "processors": sorted(os.sched_getaffinity(0)),
+        "oom_score_adj": Path("/proc/self/oom_score_adj").read_text(),
+        **{name: status.get(name) for name in _FROM_STATUS},
+    }
+
+
+def ignored() -> list[int]:
+    """Return the signals that this process ignores."""
+    mask = int(_status()["SigIgn"][0], 16)
+    return [number for number in range(1, mask.bit_length() + 1) if mask >> (number - 1) & 1]
+
+
+def _status() -> dict[str, list[str]]:
+    lines = (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: text.split() for name, _, text in lines}
+
+
+def differing(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    """Return the names whose values differ, or that only one of both has."""
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
 PREPARE_SECONDS: Final = 30.0
 """Longest wait for the imports of the prepared process; an ordinary worker would need the time for its own."""
-FORK_SECONDS: Final = 10.0
+_FORK_SECONDS: Final = 10.0
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _REPORT_BYTES: Final = 1 << 17
 _WAIT_STEP_SECONDS: Final = (0.001, 0.05)
 PARENT: Final = Path(becoming.__file__).with_name("parent.py")
 
-OF_WORKERS: Final = frozenset(
+_OF_WORKERS: Final = frozenset(
     {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE",
      "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_ELASTIC_WORKER_IDENTICAL", *environ.FROM_AGENT}
 )  # fmt: skip
@@ -110,7 +150,7 @@ PREPARED: Final[set[int]] = set()
 """Prepared processes of this one: children that are no workers."""
 
 
-class OrdinaryStart(Exception):
+class _OrdinaryStart(Exception):
     """Why a worker is started in the ordinary way."""
 
 
@@ -125,7 +165,7 @@ class PreparedStarts:
     def __init__(self, environment: Mapping[str, str], set_by_script: Callable[[], Collection[str]] = tuple) -> None:
         self._set_by_script = set_by_script
         self._environment = {name: value for name, value in environment.items() if not _is_of_workers(name)}
-        self._situation = situation.inherited()
+        self._situation = inherited()
         self._imported: dict[str, str] | None = None
         self._installed: dict[str, int] = {}
         self._reasons: set[str] = set()
@@ -154,7 +194,7 @@ class PreparedStarts:
         def popen(handler: Any, args: Sequence[str], env: Mapping[str, str]) -> Any:
             try:
                 return self._fork(handler, args, env)
-            except OrdinaryStart as reason:
+            except _OrdinaryStart as reason:
                 self._log(str(reason))
                 return usual(handler, args, env)
 
@@ -211,41 +251,41 @@ class PreparedStarts:
         """Check what is known before the imports have ended."""
         if (reason := self._of_script()) is not None:
             self._end_process()
-            raise OrdinaryStart(reason)
+            raise _OrdinaryStart(reason)
         words = list(args[1 + len(becoming.OPTIONS) :])
         if list(args[: 1 + len(becoming.OPTIONS)]) != [sys.executable, *becoming.OPTIONS] or not words:
-            raise OrdinaryStart(f"the command does not begin with {sys.executable} {' '.join(becoming.OPTIONS)}")
+            raise _OrdinaryStart(f"the command does not begin with {sys.executable} {' '.join(becoming.OPTIONS)}")
         if not ((words[0] == "-m" and len(words) > 1) or (words[0].endswith(".py") and Path(words[0]).is_file())):
-            raise OrdinaryStart(f"{words[0]!r} is neither a file *.py nor -m MODULE")
+            raise _OrdinaryStart(f"{words[0]!r} is neither a file *.py nor -m MODULE")
         variables = {name: value for name, value in env.items() if not _is_of_workers(name)}
-        if changed := situation.differing(variables, self._environment):
-            raise OrdinaryStart(f"the worker's environment differs from the prepared process' in {', '.join(changed)}")
-        if changed := situation.differing(situation.inherited(), self._situation):
-            raise OrdinaryStart(f"the agent has changed its {', '.join(changed)}")
+        if changed := differing(variables, self._environment):
+            raise _OrdinaryStart(f"the worker's environment differs from the prepared process' in {', '.join(changed)}")
+        if changed := differing(inherited(), self._situation):
+            raise _OrdinaryStart(f"the agent has changed its {', '.join(changed)}")
 
     def _check_imports(self, args: Sequence[str]) -> None:
         """Check that the worker would import the same modules."""
         assert self._imported is not None
         if changed := [folder for folder, at in self._installed.items() if _changed_at(folder) != at]:
-            raise OrdinaryStart(f"packages were installed in {changed[0]} since the prepared process was started")
+            raise _OrdinaryStart(f"packages were installed in {changed[0]} since the prepared process was started")
         folder = Path.cwd() if args[2] == "-m" else Path(args[2]).resolve().parent
         for entry in sorted(folder.iterdir()):
             if not (entry.suffix in (".py", ".pyc", ".so") or (entry / "__init__.py").exists()):
                 continue
             at = self._imported.get(entry.name.partition(".")[0])
             if at is not None and Path(at).resolve() != folder.resolve():
-                raise OrdinaryStart(f"{entry} has the name of a module that is imported before the script runs")
+                raise _OrdinaryStart(f"{entry} has the name of a module that is imported before the script runs")
 
     def _ready(self) -> socket.socket:
         """Wait until the imports have ended."""
         if self._link is None:
-            raise OrdinaryStart("the prepared process has ended")
+            raise _OrdinaryStart("the prepared process has ended")
         if self._imported is None:
             report = self._answer(self._link, PREPARE_SECONDS, "is not ready")
             found = json.loads(report)
             if found["problem"] is not None:
                 self._end_process()
-                raise OrdinaryStart(f"the prepared process must not be forked: {found['problem']}")
+                raise _OrdinaryStart(f"the prepared process must not be forked: {found['problem']}")
             self._imported = found["imported"]
             installed = {each for each in found["imported"].values() if Path(each).name.endswith("-packages")}
             self._installed = {folder: _changed_at(folder) for folder in installed}
@@ -262,28 +302,30 @@ class PreparedStarts:
                 content = b""
         if not content:
             self._end_process()
-            raise OrdinaryStart(f"the prepared process {f'{what} after {seconds:g} s' if not readable else 'has died'}")
+            raise _OrdinaryStart(
+                f"the prepared process {f'{what} after {seconds:g} s' if not readable else 'has died'}"
+            )
         return content
 
     def _forked(self, link: socket.socket, args: list[str], env: dict[str, str], outputs: list[int]) -> ForkedWorker:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         file = os.memfd_create("worker")
         try:
-            text = json.dumps({"command": args, "environment": env, "ignored": situation.ignored()}).encode()
+            text = json.dumps({"command": args, "environment": env, "ignored": ignored()}).encode()
             with open(file, "wb", closefd=False) as request:
                 request.write(text)
             _adopt_orphans(True)
             try:
                 socket.send_fds(link, [FORK], [file, 0, *outputs, theirs.fileno()])
                 theirs.close()
-                answer = self._answer(ours, FORK_SECONDS, "has forked no worker")
+                answer = self._answer(ours, _FORK_SECONDS, "has forked no worker")
             except ConnectionError:
                 self._end_process()
-                raise OrdinaryStart("the prepared process has died") from None
+                raise _OrdinaryStart("the prepared process has died") from None
             finally:
                 _adopt_orphans(False)
             if answer == NO_ROOM:
-                raise OrdinaryStart("the command or the environment is too long for a prepared process")
+                raise _OrdinaryStart("the command or the environment is too long for a prepared process")
             worker = ForkedWorker(args, int(answer))
             ours.send(GO)
             return worker
@@ -299,7 +341,7 @@ def _adopt_orphans(on: bool) -> None:
 
 
 def _is_of_workers(name: str) -> bool:
-    return name in OF_WORKERS or name.startswith(_OF_WORKERS_PREFIX)
+    return name in _OF_WORKERS or name.startswith(_OF_WORKERS_PREFIX)
 
 
 def _changed_at(folder: str) -> int:

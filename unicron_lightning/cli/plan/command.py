@@ -64,10 +64,8 @@ def _run(options: argparse.Namespace, event: list[str]) -> int:
     # Modules that compile or compute are imported only here, so that `unicron status` stays fast.
     from rich.console import Console
 
-    from unicron_lightning.cli.plan.config import read
-    from unicron_lightning.cli.plan.report import as_json, draw, show
-    from unicron_lightning.cli.plan.situation import situation_of
-    from unicron_lightning.cli.plan.what_if import what_if
+    from unicron_lightning.cli.plan.report import as_json, draw, show, what_if
+    from unicron_lightning.cli.plan.situation import read, situation_of
     from unicron_lightning.planner.solver import solve
 
     path = Path(options.file)

@@ -30,7 +30,7 @@ from unicron_lightning.coordinator.storage.event_log import PAGE_BYTES
 from unicron_lightning.coordinator.storage.store import LoggedEvent
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.arrivals import draw
-from unicron_lightning.faults.language import parse, text
+from unicron_lightning.faults.fault import parse, text
 from unicron_lightning.jobs import MOST_TOGETHER, Job, problem
 from unicron_lightning.wire.fields import shortened
 

@@ -14,8 +14,7 @@ from typing import Any, Final, Literal
 
 from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.coordinator.severity.errors import SEVERITY
-from unicron_lightning.detection.health import HealthLimits
-from unicron_lightning.detection.patterns import Pattern
+from unicron_lightning.detection.health import HealthLimits, Pattern
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job, JobFields

@@ -15,8 +15,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.faults.fault import OF_AGENT, Fault
-from unicron_lightning.faults.language import parse, text
+from unicron_lightning.faults.fault import OF_AGENT, Fault, parse, text
 
 NOT_ALLOWED: Final = "this coordinator does not allow fault injection: start it with coordinator.allow_injection=true"
 COORDINATOR: Final = "coordinator"

@@ -26,8 +26,7 @@ from unicron_lightning.coordinator.severity.errors import REPORTED_ONLY, SEVERIT
 from unicron_lightning.coordinator.severity.record import UnattributedError
 from unicron_lightning.coordinator.severity.workflow import Error
 from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
-from unicron_lightning.detection.health import problems
-from unicron_lightning.detection.patterns import Pattern
+from unicron_lightning.detection.health import Pattern, problems
 
 _KEPT: Final = 50
 _SHOWN: Final = 6

@@ -2,7 +2,7 @@
 
 After an error NCCL's works look completed whether they are or not, and its calls may block (docs/decisions/0018). Two
 rules follow: only the commit confirms reductions (`tells_success` is false), and a helper thread owns each group
-(`owned.OwnedGroup`). The agent sets the variables that NCCL needs (`agent.nccl_environment`). docs/protocol.md lists
+(`owned.OwnedGroup`). The agent sets the variables that NCCL needs (`agent.handler`). docs/protocol.md lists
 the tests on hardware.
 """
 

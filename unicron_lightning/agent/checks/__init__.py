@@ -1,1 +1,0 @@
-"""Checks of the agent's machine and of its links to other machines."""
