@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.incidents.facts import (
+    PHASES,
     BrokenConnection,
     Fact,
     FirstStep,
@@ -21,7 +22,6 @@ from unicron_lightning.coordinator.incidents.facts import (
     explains,
     read_fact,
 )
-from unicron_lightning.coordinator.incidents.record import PHASES
 
 KEPT: Final = 32
 """Number of incidents that are kept individually; all are counted."""

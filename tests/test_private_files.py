@@ -10,7 +10,7 @@ import pytest
 
 from unicron_lightning.agent.agent import ScratchFolder
 from unicron_lightning.agent.workers.slot_lock import SlotLock
-from unicron_lightning.coordinator.storage.database import default_state_dir, prepare_state_dir
+from unicron_lightning.coordinator.storage import default_state_dir, prepare_state_dir
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.private_files import make_private, user_path
 

@@ -16,7 +16,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.answers import event_between, state_of
 from unicron_lightning.coordinator.allocation.places import Places
 from unicron_lightning.coordinator.allocation.plans import plan_key, terms_of
-from unicron_lightning.coordinator.allocation.request import Competitor
+from unicron_lightning.coordinator.events import Competitor
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.state import Cluster

@@ -23,8 +23,8 @@ from unicron_lightning.agent.coordinator_session import CoordinatorSession, Sess
 from unicron_lightning.certificates import Issued, issue, load_ca
 from unicron_lightning.cli.certs import write_certificates
 from unicron_lightning.cli.client import Access, fetch
-from unicron_lightning.coordinator.access.encryption import certificate_wanted, encryption_of
-from unicron_lightning.coordinator.config.schema import ProcessConfig
+from unicron_lightning.coordinator.access import certificate_wanted, encryption_of
+from unicron_lightning.coordinator.config import ProcessConfig
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable, CoordinatorUnproven
 from unicron_lightning.link import open_socket

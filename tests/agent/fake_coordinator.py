@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from aiohttp import WSMsgType, web
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.access.guard import Guard
+from unicron_lightning.coordinator.access import Guard
 from unicron_lightning.credentials import token_for
 
 M = TypeVar("M", bound=wire.Message)

@@ -11,8 +11,15 @@ from rich.console import Console
 from unicron_lightning import wire
 from unicron_lightning.callbacks.history import KEPT, History, in_words
 from unicron_lightning.callbacks.monitor import TaskView, picture
-from unicron_lightning.coordinator.incidents.facts import BrokenConnection, IncidentClosed, WorkerDeath
-from unicron_lightning.coordinator.incidents.record import PHASES, Bill, IncidentPhase, PhaseCost
+from unicron_lightning.coordinator.incidents.facts import (
+    PHASES,
+    Bill,
+    BrokenConnection,
+    IncidentClosed,
+    IncidentPhase,
+    PhaseCost,
+    WorkerDeath,
+)
 
 
 def notice(name: str, at: float, incident: str | None = None, **fields: Any) -> wire.Notice:

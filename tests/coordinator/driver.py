@@ -14,7 +14,7 @@ from coordinator.fake_agent import FakeAgent
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import state
-from unicron_lightning.coordinator.allocation.request import Question
+from unicron_lightning.coordinator.events import Question
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.wire.epoch_changes import EpochMissed, changed
 

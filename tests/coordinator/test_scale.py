@@ -12,9 +12,9 @@ import pytest
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.machine import Machine
-from unicron_lightning.coordinator.server.session import frame_of
-from unicron_lightning.coordinator.storage.batch import Batch
-from unicron_lightning.coordinator.storage.store import Store
+from unicron_lightning.coordinator.server.batch import Batch
+from unicron_lightning.coordinator.server.peers import frame_of
+from unicron_lightning.coordinator.storage import Store
 
 AGENTS = 400
 

@@ -13,7 +13,7 @@ from coordinator.severity.test_apply import joined
 from unicron_lightning import wire
 from unicron_lightning.agent import checks as watching
 from unicron_lightning.agent.checks import Gpus, HealthWatch, read_host
-from unicron_lightning.coordinator.severity.errors import SEVERITY
+from unicron_lightning.coordinator.severity.record import SEVERITY
 from unicron_lightning.detection.health import HealthLimits, problems
 
 WELL = wire.NodeReading(

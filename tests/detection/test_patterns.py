@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from unicron_lightning.coordinator.severity.errors import SEVERITY
+from unicron_lightning.coordinator.severity.record import SEVERITY
 from unicron_lightning.detection.exceptions import PHASES, describe, phase_of
 from unicron_lightning.detection.health import UNKNOWN, Pattern, builtin, classify
 from unicron_lightning.errors import ConfigError

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from unicron_lightning import LocalCluster
-from unicron_lightning.coordinator.storage.store import Store
+from unicron_lightning.coordinator.storage import Store
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 from unicron_lightning.local_cluster.processes import MARK, kill, lives, until
 

@@ -277,7 +277,7 @@ def _listens(endpoint: str) -> bool:
 
 def _read(endpoint: str, path: str, query: dict[str, str]) -> Any:
     """Answer from the database of this endpoint; None if there is none of this user's that can be read."""
-    from unicron_lightning.coordinator.storage.database import default_state_dir
+    from unicron_lightning.coordinator.storage import default_state_dir
 
     file = default_state_dir(*_place(endpoint)) / _FILE
     try:
@@ -296,7 +296,7 @@ def _answer(database: sqlite3.Connection, path: str, query: dict[str, str]) -> A
     from unicron_lightning.coordinator.incidents import accounting
     from unicron_lightning.coordinator.incidents.facts import IncidentClosed
     from unicron_lightning.coordinator.orders.jobs import listed, recent
-    from unicron_lightning.coordinator.storage.store import StoredState
+    from unicron_lightning.coordinator.storage import StoredState
 
     state, task = StoredState(database), query.get("task")
     if path == "/v1/events":

@@ -27,7 +27,7 @@ from unicron_lightning.cli.client import (
 )
 from unicron_lightning.cli.orders import ALL, NONE, current, print_jobs
 from unicron_lightning.cli.output import all_visible, clock, console, duration, table, visible
-from unicron_lightning.coordinator.incidents.record import PHASES, PhaseCost
+from unicron_lightning.coordinator.incidents.facts import PHASES, PhaseCost
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable, UnicronError
 from unicron_lightning.proof import scrape_credential
 

@@ -24,6 +24,7 @@ from typing import Any, Final
 from unicron_lightning.cli.client import ask, connecting, events_of
 from unicron_lightning.cli.output import clock, duration, visible
 from unicron_lightning.coordinator.incidents.facts import (
+    PHASES,
     EpochPublished,
     EpochSettled,
     FirstStep,
@@ -31,7 +32,6 @@ from unicron_lightning.coordinator.incidents.facts import (
     TaskEnd,
     read_fact,
 )
-from unicron_lightning.coordinator.incidents.record import PHASES
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.wire.fields import counted
 

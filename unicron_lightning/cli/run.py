@@ -117,7 +117,7 @@ def _use_own_endpoint(cluster: LocalCluster, given: str | None) -> None:
     Raises:
         ConfigError: the given endpoint is in use, or is not on the loopback interface.
     """
-    from unicron_lightning.coordinator.storage.database import default_state_dir
+    from unicron_lightning.coordinator.storage import default_state_dir
 
     host, port = parse_endpoint(given or DEFAULT_ENDPOINT)
     if host not in (DEFAULT_HOST, "localhost"):

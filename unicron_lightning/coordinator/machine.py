@@ -3,22 +3,176 @@
 No clock, no I/O, no randomness: the same inputs from the same snapshot give the same state and actions. This module
 handles connections and finds the task of each input. The rules about one task are in the packages beside it, and are
 called through `parts`.
+
+**Isolation**: a failure to process an input affects only the task that the input belongs to.
+
+An exception in the middle of a turn leaves the turn's tasks half changed, but nothing has been written or sent yet.
+Each of these tasks is *set back* to its state in the store, and its agents' connections are closed: the agents register
+again, as after a restart of the coordinator, while training continues. An agent whose messages fail twice is refused.
+A task that had to be set back too often is *stopped*: its agents are notified that it has failed, and why.
 """
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
+from typing import Final
+
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator import isolation, parts, state
+from unicron_lightning.coordinator import parts, state
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.allocation.places import AssignmentChanges, DaemonPlaces, competing_tasks, has_places
 from unicron_lightning.coordinator.allocation.plans import gather, gathered, review_allocation, take_plan
+from unicron_lightning.coordinator.config import CoordinatorConfig
 from unicron_lightning.coordinator.incidents import accounting
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.membership import daemons, epochs, registration, workers
-from unicron_lightning.coordinator.orders import injection, jobs, operator, relayout
-from unicron_lightning.coordinator.state import Cluster, Lasting, Pending, Task
+from unicron_lightning.coordinator.orders import injection, jobs, relayout
+from unicron_lightning.coordinator.orders.jobs import refusal, result_of
+from unicron_lightning.coordinator.severity import apply as severity
+from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
+from unicron_lightning.jobs import Job
 from unicron_lightning.wire.daemon import NodeHello
+from unicron_lightning.wire.fields import shortened
+
+
+def drained(lasting: Lasting) -> list[str]:
+    """Return the nodes, or agents, that get no workers: drained by an operator, or cordoned."""
+    return [*lasting.drained, *(node for node in lasting.cordoned if node not in lasting.drained)]
+
+
+def drain(cluster: Cluster, turn: Turn, event: ev.Drain) -> bool:
+    """Record that a node is drained, or no longer is; return whether that is a change."""
+    lasting = cluster.lasting
+    if event.drained and event.node not in lasting.drained:
+        lasting.drained.append(event.node)
+    elif not event.drained and event.node in drained(lasting):
+        lasting.drained = [node for node in lasting.drained if node != event.node]
+        lasting.cordoned.pop(event.node, None)
+        for task in cluster.tasks.values():
+            severity.lift(task, turn, event.node)
+    else:
+        return False
+    name = "node_drains" if event.drained else "node_undrained"
+    turn.emit_of_cluster(name, node=event.node)
+    turn.save_lasting()
+    turn.places_changed = True
+    return True
+
+
+def inputs_at_start(config: CoordinatorConfig, cluster: Cluster) -> list[ev.Input]:
+    """Return inputs for the machine, to follow `events.Started`.
+
+    A task that already runs, or has ended according to the restored state, is left out: a restart repeats nothing.
+    So is one that comes after a task that has not succeeded.
+    """
+    inputs: list[ev.Input] = [ev.Drain(node=node, drained=True) for node in config.cluster.drained]
+    due: list[Job] = []
+    for job in config.jobs():
+        if refusal(cluster, [*due, job]) is None and result_of(cluster.lasting, job.name) is None:
+            due.append(job)
+    return [*inputs, *([ev.Submit(jobs=tuple(due))] if due else [])]
+
+
+WINDOW: Final = 60.0
+"""Seconds for which failures count."""
+_MOST_OF_AN_AGENT: Final = 2
+MOST_OF_A_TASK: Final = 5
+
+_FindStored = Callable[[str], Task | None]
+"""Returns a task as stored; None if it is not stored, or not readable."""
+
+
+class Failures:
+    """Failures of the last minute, of tasks or of agents.
+
+    Args:
+        most: number of failures of one that are too many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._times: dict[str, list[float]] = {}
+
+    def are_too_many(self, of: str, now: float) -> bool:
+        """Count a failure; return whether there are too many."""
+        late = {name: [at for at in times if 0 <= now - at < WINDOW] for name, times in self._times.items()}
+        self._times = {name: times for name, times in late.items() if times}
+        self._times.setdefault(of, []).append(now)
+        return len(self._times[of]) >= self._most
+
+
+def diagnosis(error: Exception) -> str:
+    """Describe the error and where it was raised, in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {shortened(str(error))}{where}"
+
+
+def _agent_of(event: ev.Input, cluster: Cluster) -> str | None:
+    """Return the agent that sent the input; None if none did."""
+    if not isinstance(event, ev.AgentMessage):
+        return None
+    if isinstance(event.message, wire.Register):
+        return event.message.agent
+    return cluster.conns.get(event.conn, ("", None))[1]
+
+
+def set_back(cluster: Cluster, turn: Turn, task_id: str, stored: Task | None, why: str) -> None:
+    """Discard changes of a task since it was written; its agents register again."""
+    _disconnect(cluster, turn, task_id)
+    cluster.tasks.pop(task_id, None)
+    if stored is not None:
+        cluster.tasks[task_id] = stored
+        turn.emit_of_cluster("task_set_back", of=task_id, reason=why)
+        parts.restore(stored, turn)
+        turn.to_review[task_id] = stored
+        return
+    turn.actions.append(ev.Forget(task=task_id))
+    turn.emit_of_cluster("task_set_back", of=task_id, reason=why)
+    if (job := cluster.lasting.jobs.get(task_id)) is not None:
+        jobs.adopt(cluster, turn, job, created_at=job.submitted_at)
+
+
+def stop(cluster: Cluster, turn: Turn, task_id: str, why: str) -> None:
+    """End a task as failed without relying on its state; agents that return are notified, too."""
+    old = cluster.tasks.get(task_id)
+    reason = f"the coordinator cannot handle this task: {why}"
+    if old is None:
+        _disconnect(cluster, turn, task_id)
+        turn.actions.append(ev.Forget(task=task_id))
+        turn.emit_of_cluster("task_stopped", of=task_id, reason=reason)
+        return
+    task = Task(
+        id=task_id,
+        min_nodes=old.min_nodes,
+        max_nodes=old.max_nodes,
+        created_at=old.created_at,
+        lifecycle=Lifecycle(over=False),
+    )
+    by_agent = {agent: conn for conn, (of, agent) in cluster.conns.items() if of == task_id}
+    for each in old.agents.values():
+        conn = by_agent.get(each.id)
+        task.agents[each.id] = Agent(
+            id=each.id, task=task_id, node=each.node, host=each.host, pid=each.pid, slot=each.slot, conn=conn
+        )
+        turn.send(task.agents[each.id], wire.TaskOver(succeeded=False, reason=reason))
+        if conn is None:
+            turn.timer("lost", turn.limits.reconnect_grace, task=task_id, agent=each.id)
+    cluster.tasks[task_id] = task
+    jobs.ended(task, turn, state="failed", reason=reason)
+    turn.emit_of_cluster("task_stopped", of=task_id, reason=reason)
+    turn.save(task)
+    turn.to_review[task_id] = task
+
+
+def _disconnect(cluster: Cluster, turn: Turn, task_id: str) -> None:
+    conns = [conn for conn, (of, _) in cluster.conns.items() if of == task_id]
+    conns += [item.conn for item in cluster.pending.pop(task_id, [])]
+    for conn in conns:
+        cluster.conns.pop(conn, None)
+        turn.close(conn, "the task was set back: register again")
 
 
 class Machine:
@@ -34,8 +188,8 @@ class Machine:
         self._cluster = Cluster() if cluster is None else cluster
         self._told, self._daemons = daemons.SentOrders(), DaemonPlaces()
         self._changes = AssignmentChanges()
-        self._failing_tasks = isolation.Failures(isolation.MOST_OF_A_TASK)
-        self._failing_agents = isolation.Failures(isolation.MOST_OF_AN_AGENT)
+        self._failing_tasks = Failures(MOST_OF_A_TASK)
+        self._failing_agents = Failures(_MOST_OF_AN_AGENT)
         self._touched: dict[str, None] = {}
         self._has_places = has_places(self._cluster)
 
@@ -52,7 +206,7 @@ class Machine:
     @property
     def drained(self) -> list[str]:
         """The nodes, or agents, that get no workers: drained by an operator, or cordoned."""
-        return operator.drained(self._cluster.lasting)
+        return drained(self._cluster.lasting)
 
     @property
     def lasting(self) -> Lasting:
@@ -78,8 +232,8 @@ class Machine:
         self._follow(turn)
         return turn.actions
 
-    def contain(self, event: ev.Input, error: Exception, stored: isolation.FindStored, now: float) -> list[ev.Action]:
-        """Continue after `handle` has raised: set back the tasks of that turn, or stop them; see `isolation`.
+    def contain(self, event: ev.Input, error: Exception, stored: _FindStored, now: float) -> list[ev.Action]:
+        """Continue after `handle` has raised: set back the tasks of that turn, or stop them.
 
         Args:
             event: the input that failed.
@@ -90,10 +244,10 @@ class Machine:
         Returns:
             Actions as by `handle`. Decisions on tasks in `touched` that are not written yet must not be carried out.
         """
-        why, touched = isolation.diagnosis(error), self.touched
+        why, touched = diagnosis(error), self.touched
         self._changes.forget()
         self._daemons.inside.clear()
-        sender = isolation.agent_of(event, self._cluster)
+        sender = _agent_of(event, self._cluster)
         conn = event.conn if isinstance(event, ev.AgentMessage | ev.DaemonMessage) else None
         turn = self._begin(now)
         if conn is not None and sender is not None and self._failing_agents.are_too_many(sender, now):
@@ -104,9 +258,9 @@ class Machine:
             self._cluster.conns.pop(conn, None)
         for task in touched:
             if self._failing_tasks.are_too_many(task, now):
-                isolation.stop(self._cluster, turn, task, why)
+                stop(self._cluster, turn, task, why)
             else:
-                isolation.set_back(self._cluster, turn, task, stored(task), why)
+                set_back(self._cluster, turn, task, stored(task), why)
         turn.save_lasting()
         self._follow(turn)
         return turn.actions
@@ -290,7 +444,7 @@ class Machine:
                 self._review(turn, task)
 
     def _drain(self, turn: Turn, event: ev.Drain) -> None:
-        if operator.drain(self._cluster, turn, event):
+        if drain(self._cluster, turn, event):
             for task in list(self._cluster.tasks.values()):
                 self._review(turn, task)
 

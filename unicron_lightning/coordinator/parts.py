@@ -1,6 +1,6 @@
 """The machine's parts in their order, and the calls of their rules.
 
-The order is that of reviews: who may run (`partition`), who runs (`slots`), who trains together (`epochs`),
+The order is that of reviews: who may run (`connectivity`), who runs (`slots`), who trains together (`epochs`),
 and the consequences. Of two parts that handle a message, `severity` comes first: it sees the task before `workers`
 changes it.
 """
@@ -14,45 +14,31 @@ from typing import Any, Final
 import msgspec
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator import connectivity, hangs
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.actions import Turn
-from unicron_lightning.coordinator.connectivity import partition
-from unicron_lightning.coordinator.incidents import accounting, measurements
-from unicron_lightning.coordinator.membership import (
-    departures,
-    epochs,
-    holds,
-    memory,
-    rebuilding,
-    registration,
-    slots,
-    standby,
-    workers,
-)
+from unicron_lightning.coordinator.actions import Part, Turn
+from unicron_lightning.coordinator.incidents import accounting
+from unicron_lightning.coordinator.membership import epochs, memory, registration, slots, workers
 from unicron_lightning.coordinator.orders import jobs
-from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.severity import apply as severity
-from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Task
-from unicron_lightning.coordinator.watch import hangs
 
 PARTS: Final[tuple[Part, ...]] = (
-    partition.PART,
+    connectivity.PART,
     slots.PART,
     epochs.PART,
-    departures.PART,
-    partition.ENTRIES,
-    standby.PART,
+    epochs.DEPARTURES,
+    connectivity.ENTRIES,
+    registration.STANDBY,
     registration.PART,
     severity.PART,
     memory.PART,
     workers.PART,
-    rebuilding.PART,
-    holds.PART,
-    reports.PART,
+    epochs.REBUILDING,
+    epochs.HOLDS,
+    severity.REPORTS,
     hangs.PART,
     jobs.PART,
-    measurements.PART,
     accounting.PART,
 )
 

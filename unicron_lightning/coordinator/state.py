@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.incidents.record import Accounts, Lifetimes, Measured
+from unicron_lightning.coordinator.incidents.facts import Accounts, Lifetimes, Measured
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.severity.record import SeverityRecord
 from unicron_lightning.jobs import Job
@@ -289,7 +289,7 @@ class Task(msgspec.Struct, kw_only=True):
     probing: ProbeState = msgspec.field(default_factory=ProbeState)
     """Probes between nodes, and nodes that were left out."""
     held: tuple[float, int] | None = None
-    """time.time() at which the task began to hold, and `committed` then, see `holds`."""
+    """time.time() at which the task began to hold, and `committed` then, see `membership.epochs`."""
     committed: int = 0
     """Step of the newest commit of this life that any worker has reported; its death does not lower the number."""
     incident: str | None = None

@@ -32,7 +32,7 @@ class Pattern(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pattern: str
     """A regular expression of Python, searched in messages."""
     kind: str
-    """One of `coordinator.severity.errors.SEVERITY`."""
+    """One of `coordinator.severity.record.SEVERITY`."""
     name: str = "own"
 
     def __post_init__(self) -> None:

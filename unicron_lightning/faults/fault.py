@@ -482,7 +482,7 @@ class Faults(tuple[Fault, ...]):
 
     @classmethod
     def read(cls, path: Path | str) -> Self:
-        """Read the faults of a file, see `language.read_faults`."""
+        """Read the faults of a file, see `_read_faults`."""
         return cls(_read_faults(Path(path)))
 
     @property

@@ -13,7 +13,7 @@ With constant hazards, H(t) = lambda t, this is the paper's 1/n':
     D_running(n') = 1 / ( n' lambda_worker + ceil(n'/g) lambda_node )
 
 Limits. The n' workers are assumed to be packed on ceil(n'/g) nodes. A failure of several nodes at once, as of a switch,
-is one event and counts as one node failure. Constant hazards are estimated from observations in `rate`.
+is one event and counts as one node failure. Constant hazards are estimated from observations, see below.
 
 **Estimates of the rate while the cluster runs**: exponential lifetimes with a Gamma prior (`RateBelief`).
 

@@ -40,7 +40,7 @@ The text is JSON: ``{"command": [...], "environment": {...}, "ignored": [...]}``
 """
 FILES: Final = 5
 NO_ROOM: Final = b"no room"
-"""Answer over the worker's socket in place of its process number: the request is longer than what `shown` can write."""
+"""Answer over the worker's socket in place of its process number: the request is longer than `show` can write."""
 GO: Final = b"go"
 """Agent to worker, which has reported its process number: the program may begin."""
 

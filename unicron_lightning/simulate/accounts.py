@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from unicron_lightning.coordinator.incidents.record import PHASES, IncidentPhase, left_to
+from unicron_lightning.coordinator.incidents.facts import PHASES, IncidentPhase, left_to
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.result import (
     LOSSES,

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from unicron_lightning.coordinator.incidents.record import PHASES
+from unicron_lightning.coordinator.incidents.facts import PHASES
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.result import LOSSES, MICRO, STATES, SimIncident, SimulationResult
 from unicron_lightning.simulate.settings import Format

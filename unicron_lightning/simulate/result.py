@@ -16,7 +16,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unicron_lightning.coordinator.incidents.record import IncidentPhase
+from unicron_lightning.coordinator.incidents.facts import IncidentPhase
 
 WorkerState = Literal["useful", "overhead", "recomputing", "detecting", "transition", "idle", "repairing"]
 STATES: Final[tuple[WorkerState, ...]] = (

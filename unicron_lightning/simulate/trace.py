@@ -2,7 +2,7 @@
 
 Traces: faults of a cluster's nodes and workers over time, in a total order.
 
-Faults are sorted by (time, place of the kind in `errors.SEVERITY`, node, worker, repair), so that a trace of the same
+Faults are sorted by (time, place of the kind in `severity.record.SEVERITY`, node, worker, repair), so that a trace of the same
 faults is the same whatever order they were listed in, and simultaneous faults have one sequence. A fault of a node that
 is already down only prolongs its absence, if it lasts longer.
 
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
-from unicron_lightning.coordinator.severity.errors import SEVERITY, Severity
+from unicron_lightning.coordinator.severity.record import SEVERITY, Severity
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.terms import Terms
 
@@ -201,7 +201,7 @@ class TraceFault:
 
     Attributes:
         at: seconds from the beginning of the trace.
-        kind: one of `errors.SEVERITY`.
+        kind: one of `severity.record.SEVERITY`.
         node: the node.
         worker: local rank on the node; None: the whole node.
         repair: seconds until the node can be used again; 0: its processes restart immediately. For `SLOWING` kinds,

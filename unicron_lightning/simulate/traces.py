@@ -59,7 +59,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unicron_lightning.coordinator.severity.errors import SEVERITY
+from unicron_lightning.coordinator.severity.record import SEVERITY
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults import fault as words
 from unicron_lightning.faults.arrivals import arrivals, draw
@@ -116,7 +116,7 @@ class CauseConfig:
     """A cause of failures, and the kind of error that it appears as."""
 
     kind: str
-    """Kind of error, of `unicron_lightning.coordinator.severity.errors`."""
+    """Kind of error, of `unicron_lightning.coordinator.severity.record`."""
     count: float
     """Frequency relative to the other causes of its source: only the share matters."""
     strikes: Strikes = "one"

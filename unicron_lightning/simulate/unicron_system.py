@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.allocation import estimates
+from unicron_lightning.coordinator.allocation import answers
 from unicron_lightning.coordinator.allocation.answers import Knowledge, allocation_of, keep, state_of
-from unicron_lightning.coordinator.allocation.request import Question
-from unicron_lightning.coordinator.config.schema import PlannerConfig
+from unicron_lightning.coordinator.config import PlannerConfig
+from unicron_lightning.coordinator.events import Question
 from unicron_lightning.coordinator.incidents.facts import LifeBegun
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.state import Cluster
@@ -406,8 +406,8 @@ def _knowledge(cluster: Cluster, performances: Mapping[str, PerformanceModel], c
         restart_seconds=start,
         cold_seconds=start,
     )
-    failures = estimates.failure_model(tasks, cluster.lasting.lifetimes, planner)
-    transitions = estimates.transition_times(tasks, planner)
+    failures = answers.failure_model(tasks, cluster.lasting.lifetimes, planner)
+    transitions = answers.transition_times(tasks, planner)
     return Knowledge(
         performances=performances,
         running_seconds=failures.running_seconds,

@@ -19,7 +19,7 @@ class ErrorReport(Message, frozen=True, kw_only=True, tag="error_report"):
     worker: Id | None
     """Worker with the error; None if the node has it."""
     kind: Word
-    """A key of `coordinator.severity.errors.SEVERITY`; the coordinator takes others for `unnamed_software_error`."""
+    """A key of `coordinator.severity.record.SEVERITY`; the coordinator takes others for `unnamed_software_error`."""
     cause: str
     """Short readable text."""
     phase: Word

@@ -9,7 +9,7 @@ from coordinator.fake_daemon import FakeDaemon, job
 from coordinator.shell import Coordinator, ask, connected, get, train
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.access.hosts import misdirected, misplaced
+from unicron_lightning.coordinator.access import misdirected, misplaced
 from unicron_lightning.coordinator.incidents.accounting import book
 from unicron_lightning.coordinator.server.timers import SteadyClock
 from unicron_lightning.jobs import Job

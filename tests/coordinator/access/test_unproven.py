@@ -17,11 +17,11 @@ from aiohttp.test_utils import make_mocked_request
 from coordinator.shell import Coordinator, connected, get, train
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.access import unproven
-from unicron_lightning.coordinator.access.guard import Guard
-from unicron_lightning.coordinator.access.unproven import (
+from unicron_lightning.coordinator import access
+from unicron_lightning.coordinator.access import (
     LOOK_SECONDS,
     PROOF_SECONDS,
+    Guard,
     UnprovenConnections,
     excess,
     raise_descriptor_limit,
@@ -56,7 +56,7 @@ async def test_the_log_tells_for_how_many_agents_a_low_limit_suffices(
 ) -> None:
     guard = Guard(Token(secret="s", origin="test"))
     for limit in (LIMIT, 20_000):
-        monkeypatch.setattr(unproven, "raise_descriptor_limit", lambda limit=limit: limit)
+        monkeypatch.setattr(access, "raise_descriptor_limit", lambda limit=limit: limit)
         watch = UnprovenConnections(web.AppRunner(guard.app()), guard.proven)
         watch.start()
         watch.close()

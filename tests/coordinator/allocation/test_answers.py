@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.answers import Knowledge, Planning, event_between
-from unicron_lightning.coordinator.allocation.request import Competitor, Question
+from unicron_lightning.coordinator.events import Competitor, Question
 from unicron_lightning.planner.performance.model import SublinearModel
 from unicron_lightning.planner.state import NodesJoined, TaskFinished, WorkersLost
 from unicron_lightning.terms import Terms

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from unicron_lightning.coordinator.allocation.estimates import (
+from unicron_lightning.coordinator.allocation.answers import (
     failure_model,
     performance_of,
     performances,
     transition_times,
 )
-from unicron_lightning.coordinator.config.schema import PlannerConfig
-from unicron_lightning.coordinator.incidents.record import Lifetimes, Measured, MeasuredTransition, Speed
+from unicron_lightning.coordinator.config import PlannerConfig
+from unicron_lightning.coordinator.incidents.facts import Lifetimes, Measured, MeasuredTransition, Speed
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.state import Task, Worker, decode_task, encode
 from unicron_lightning.jobs import Job
@@ -113,7 +113,7 @@ def test_what_was_measured_is_kept_with_the_task():
 def test_a_coordinator_that_plans_nothing_imports_no_planner():
     code = (
         "import sys; import unicron_lightning.coordinator.server.server\n"
-        "import unicron_lightning.coordinator.allocation.estimates\n"
+        "import unicron_lightning.coordinator.allocation.answers\n"
         "heavy = {'numpy', 'numba', 'torch', 'unicron_lightning.planner.solver'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

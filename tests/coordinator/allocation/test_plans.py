@@ -7,7 +7,7 @@ from coordinator.driver import FakeAgent, World
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.api.reasons import staying
+from unicron_lightning.coordinator.api.status import staying
 
 GATHERED = 0.6
 """Seconds after which registered agents count."""

@@ -14,7 +14,7 @@ from coordinator.shell import Coordinator, ask, connected, train
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.dashboard.visitors import KEY_HEADER
+from unicron_lightning.coordinator.access import KEY_HEADER
 
 
 def browser() -> aiohttp.ClientSession:

@@ -13,7 +13,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from coordinator.dashboard.serving import FakeShell, serving
 from coordinator.driver import World, running
 
-from unicron_lightning.coordinator.dashboard.visitors import KEY_HEADER
+from unicron_lightning.coordinator.access import KEY_HEADER
 
 ODD = b"\xed\xa0\x80\xff"
 """A lone surrogate, as text would encode it, and a byte that begins nothing."""

@@ -14,8 +14,14 @@ from coordinator.severity.test_apply import settle_all
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.api.reasons import lost_nodes, staying, why_waiting
-from unicron_lightning.coordinator.api.status import cluster_status, state_of_task, task_status
+from unicron_lightning.coordinator.api.status import (
+    cluster_status,
+    lost_nodes,
+    state_of_task,
+    staying,
+    task_status,
+    why_waiting,
+)
 
 
 def why(world: World, task: str = "t") -> str | None:

@@ -15,15 +15,14 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from unicron_lightning.coordinator import config as schema
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.__main__ import explain, from_composed, register_schema
 from unicron_lightning.coordinator.allocation.answers import keep
-from unicron_lightning.coordinator.allocation.request import Competitor, Question
-from unicron_lightning.coordinator.config import schema
-from unicron_lightning.coordinator.config.composition import explain, from_composed, register_schema
-from unicron_lightning.coordinator.machine import Machine
-from unicron_lightning.coordinator.orders.operator import inputs_at_start
+from unicron_lightning.coordinator.events import Competitor, Question
+from unicron_lightning.coordinator.machine import Machine, inputs_at_start
 from unicron_lightning.coordinator.state import Cluster
-from unicron_lightning.coordinator.storage.database import prepare_state_dir
+from unicron_lightning.coordinator.storage import prepare_state_dir
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.terms import Terms
 

@@ -6,7 +6,7 @@ from coordinator.driver import World, members, running, settle
 from coordinator.fake_agent import FakeAgent
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.connectivity.partition import wait_of
+from unicron_lightning.coordinator.connectivity import wait_of
 
 
 def cut(world: World, *pairs: str) -> None:

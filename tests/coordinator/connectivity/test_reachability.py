@@ -10,7 +10,7 @@ from collections.abc import Collection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_lightning.coordinator.connectivity.reachability import Candidate, Pair, continuing, returning
+from unicron_lightning.coordinator.connectivity import Candidate, Pair, continuing, returning
 
 NAMES = "abcdefgh"
 

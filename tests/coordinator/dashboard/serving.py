@@ -12,11 +12,10 @@ from aiohttp import web
 from coordinator.driver import World
 
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.access.guard import Guard
+from unicron_lightning.coordinator.access import Guard, Visitors
 from unicron_lightning.coordinator.api.dashboard import Dashboard
 from unicron_lightning.coordinator.api.routes import Api
-from unicron_lightning.coordinator.dashboard.visitors import Visitors
-from unicron_lightning.coordinator.storage.store import Store
+from unicron_lightning.coordinator.storage import Store
 from unicron_lightning.credentials import Token
 
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from coordinator.driver import World, running, settle
 
-from unicron_lightning.coordinator.dashboard import board as boards
-from unicron_lightning.coordinator.dashboard.board import Board, entries
-from unicron_lightning.coordinator.dashboard.visitors import PAGES
+from unicron_lightning.coordinator.access import PAGES
+from unicron_lightning.coordinator.api import dashboard as boards
+from unicron_lightning.coordinator.api.dashboard import Board, entries
 
 
 def found(world: World) -> dict[str, dict]:

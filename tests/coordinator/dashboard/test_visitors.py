@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unicron_lightning.coordinator.dashboard.visitors import (
+from unicron_lightning.coordinator.access import (
     CODE_SECONDS,
     LOGIN,
     MOST_CODES,

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from unicron_lightning.coordinator.incidents.facts import (
+    PHASES,
     AgentLoss,
+    Bill,
     BrokenConnection,
     EpochPublished,
     EpochSettled,
@@ -17,6 +19,7 @@ from unicron_lightning.coordinator.incidents.facts import (
     FirstStep,
     IncidentClosed,
     LifeBegun,
+    PhaseCost,
     SlotGrant,
     TaskEnd,
     WorkerDeath,
@@ -26,7 +29,6 @@ from unicron_lightning.coordinator.incidents.facts import (
     occurred_at,
     read_fact,
 )
-from unicron_lightning.coordinator.incidents.record import PHASES, Bill, PhaseCost
 
 GRANT = SlotGrant(agent="a", node="n", round=1, group_rank=0, group_world=1)
 LOSS = AgentLoss(agent="a", node="n", away_since=5.0, silent=None)

@@ -7,7 +7,7 @@ import pytest
 from coordinator.driver import FakeAgent, World, members, running, settle
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.membership import rebuilding
+from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.worker import engine
 
 
@@ -148,4 +148,4 @@ def test_workers_that_were_to_join_a_task_of_which_nobody_is_left_start_anew() -
 
 
 def test_coordinator_and_workers_mean_the_same_operation() -> None:
-    assert rebuilding._JOIN == engine.JOIN
+    assert epochs._JOIN == engine.JOIN

@@ -10,7 +10,7 @@ from coordinator.driver import FakeAgent, World, members, settle
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.answers import allocation_of, state_of
-from unicron_lightning.coordinator.membership.replicas import refusal
+from unicron_lightning.coordinator.membership.slots import refusal
 from unicron_lightning.planner.placement import Place, assign
 from unicron_lightning.planner.solver import solve
 

@@ -9,9 +9,8 @@ from coordinator.incidents.test_accounting import come_back, die, form_task, rec
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.metrics.exposition import encoded, families
-from unicron_lightning.coordinator.metrics.meters import ENDED_KEPT_SECONDS, Histogram, Meters
-from unicron_lightning.coordinator.severity.errors import SEVERITY
+from unicron_lightning.coordinator.metrics import ENDED_KEPT_SECONDS, Histogram, Meters, encoded, families
+from unicron_lightning.coordinator.severity.record import SEVERITY
 
 PROCESS = {"version": "1.2", "started_at": 5.0, "store_failing": False}
 
@@ -151,14 +150,14 @@ def test_labels_name_no_worker_agent_or_incident():
 
 
 def _closed_words() -> set[str]:
+    from unicron_lightning.coordinator import metrics
     from unicron_lightning.coordinator.api.status import TASK_STATES
-    from unicron_lightning.coordinator.metrics import catalogue
 
     return {
         *TASK_STATES,
-        *catalogue.AGENT_STATES,
-        *catalogue.NODE_STATES,
-        *catalogue.TIME_KINDS,
+        *metrics.AGENT_STATES,
+        *metrics.NODE_STATES,
+        *metrics.TIME_KINDS,
         *("SEV1", "SEV2", "SEV3", "exit", "signal", "silent", "node_lost"),
     }
 

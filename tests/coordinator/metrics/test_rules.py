@@ -12,8 +12,7 @@ import pytest
 import yaml
 from coordinator.metrics.test_meters import PROCESS, die, recover, training
 
-from unicron_lightning.coordinator.metrics.catalogue import METRICS
-from unicron_lightning.coordinator.metrics.exposition import encoded, families
+from unicron_lightning.coordinator.metrics import METRICS, encoded, families
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMETHEUS = ROOT / "deploy" / "prometheus"

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from unicron_lightning.coordinator.metrics.task_time import TaskTime
+from unicron_lightning.coordinator.metrics import TaskTime
 
 
 def of(time: TaskTime) -> dict[str, float]:

@@ -12,7 +12,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.places import competing_tasks
 from unicron_lightning.coordinator.allocation.plans import standing
-from unicron_lightning.coordinator.api.reasons import why_waiting
+from unicron_lightning.coordinator.api.status import why_waiting
 from unicron_lightning.coordinator.orders.jobs import job_status, refusal
 from unicron_lightning.jobs import Job, problem
 from unicron_lightning.wire.daemon import NodeTask

@@ -5,7 +5,7 @@ import aiohttp
 from aiohttp import WSMsgType, web
 from aiohttp.test_utils import TestServer
 
-from unicron_lightning.coordinator.server.direct import DirectWebSocket, WholeFrames
+from unicron_lightning.coordinator.server.peers import DirectWebSocket, WholeFrames
 
 
 class Parser:

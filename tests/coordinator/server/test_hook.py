@@ -10,7 +10,7 @@ import pytest
 from coordinator.shell import Coordinator, ask
 
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.server.hook import Hook
+from unicron_lightning.coordinator.server.batch import Hook
 from unicron_lightning.local_cluster.processes import until
 
 EVENT = ev.Emit(name="task_over", task="t", incident="i1", fields={"reason": "$(touch no) '"})

@@ -1,4 +1,4 @@
-from unicron_lightning.coordinator.server.liveness import Liveness
+from unicron_lightning.coordinator.server.timers import Liveness
 from unicron_lightning.detection.silence import SilenceLimits, outdated
 
 

@@ -15,12 +15,12 @@ from coordinator.shell import Coordinator, connected, get, known, train
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import parts, state
-from unicron_lightning.coordinator.isolation import MOST_OF_A_TASK
 from unicron_lightning.coordinator.lifecycle import Lifecycle
+from unicron_lightning.coordinator.machine import MOST_OF_A_TASK
 from unicron_lightning.coordinator.membership.registration import refusal
-from unicron_lightning.coordinator.server import malformed
+from unicron_lightning.coordinator.server import peers
 from unicron_lightning.coordinator.state import NodeExclusion
-from unicron_lightning.coordinator.storage.store import Store
+from unicron_lightning.coordinator.storage import Store
 from unicron_lightning.link import open_socket
 from unicron_lightning.wire.daemon import decode_from_node
 from unicron_lightning.wire.fields import shortened
@@ -97,9 +97,9 @@ def test_a_registration_that_cannot_be_is_refused_with_its_value(message):
     try:
         decoded = wire.decode_from_agent(data)
         reason = refusal(None, decoded)
-    except malformed.UNREADABLE as error:
-        assert malformed.is_first(data)
-        reason = malformed.described(data, error)
+    except peers.UNREADABLE as error:
+        assert peers.is_first(data)
+        reason = peers.described(data, error)
     assert reason is not None
     assert "xpected" in reason
     assert len(reason) < 400, reason
@@ -110,17 +110,17 @@ def test_a_registration_that_cannot_be_is_refused_with_its_value(message):
 @pytest.mark.parametrize("message", BAD_WORDS)
 def test_a_message_out_of_range_is_not_decoded(message):
     data = json.dumps(message)
-    with pytest.raises(malformed.UNREADABLE) as caught:
+    with pytest.raises(peers.UNREADABLE) as caught:
         wire.decode_from_agent(data)
-    assert len(malformed.described(data, caught.value)) < 400
-    assert not malformed.is_first(data)
+    assert len(peers.described(data, caught.value)) < 400
+    assert not peers.is_first(data)
 
 
 def test_the_refusal_quotes_what_was_given():
     data = json.dumps({**REGISTER, "local_world": 0})
     with pytest.raises(msgspec.ValidationError) as caught:
         wire.decode_from_agent(data)
-    assert malformed.described(data, caught.value) == "local_world=0: expected `int` >= 1"
+    assert peers.described(data, caught.value) == "local_world=0: expected `int` >= 1"
     assert shortened("a" * 500) == f"{ascii('a' * 81)[:80]}..."
     assert shortened(10**5000) == "a very large number"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coordinator.shell import Coordinator
 
-from unicron_lightning.coordinator.server.malformed import Malformed
+from unicron_lightning.coordinator.server.peers import Malformed
 
 
 def test_a_real_coordinator_logs_one_line(tmp_path: Path) -> None:

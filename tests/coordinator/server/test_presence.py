@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.server import presence
-from unicron_lightning.coordinator.server.presence import Presence, refuses
+from unicron_lightning.coordinator.server import peers
+from unicron_lightning.coordinator.server.peers import Presence, refuses
 
 
 def listening() -> tuple[socket.socket, wire.Address]:
@@ -69,8 +69,8 @@ def test_only_a_dead_process_is_told() -> None:
 @pytest.mark.parametrize("here", [True, False])
 def test_a_refusal_counts_only_where_a_connection_has_succeeded(monkeypatch: pytest.MonkeyPatch, here: bool) -> None:
     if not here:
-        monkeypatch.setattr(presence, "_HERE", frozenset())
-        monkeypatch.setattr(presence, "FIRST_LOOK_SECONDS", 0.01)
+        monkeypatch.setattr(peers, "_HERE", frozenset())
+        monkeypatch.setattr(peers, "FIRST_LOOK_SECONDS", 0.01)
     listener, address = listening()
     dead_listener, dead = listening()
     dead_listener.close()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unicron_lightning.coordinator.events import Limits
-from unicron_lightning.coordinator.severity.errors import REPORTED_ONLY
-from unicron_lightning.coordinator.severity.record import Failure, SeverityRecord
+from unicron_lightning.coordinator.severity.record import REPORTED_ONLY, Failure, SeverityRecord
 from unicron_lightning.coordinator.severity.rules import Case, Decision, FailureContext
 from unicron_lightning.coordinator.severity.workflow import (
     Error,

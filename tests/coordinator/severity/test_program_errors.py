@@ -12,7 +12,7 @@ from coordinator.severity.test_apply import answer, come_back, progress, settle_
 from coordinator.severity.test_reports import events, exits, report
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.severity.reports import fault_of
+from unicron_lightning.coordinator.severity.apply import fault_of
 
 FRAMES = ["/srv/u/train.py:9 <module>", "/srv/u/train.py:3 step", "/x/site-packages/torch/nn/linear.py:125 forward"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from coordinator.severity.story import WAYS
 
-from unicron_lightning.coordinator.severity.errors import SEVERITY
+from unicron_lightning.coordinator.severity.record import SEVERITY
 from unicron_lightning.coordinator.severity.rules import RULES
 from unicron_lightning.detection.health import UNKNOWN, builtin
 

@@ -12,8 +12,7 @@ from coordinator.shell import get
 from coordinator.storage.test_saving import post, serving
 
 from unicron_lightning.coordinator.events import Emit
-from unicron_lightning.coordinator.storage.event_log import MOST_FIELD_BYTES, PAGE_BYTES, EventLog, encoded
-from unicron_lightning.coordinator.storage.store import Store
+from unicron_lightning.coordinator.storage import MOST_FIELD_BYTES, PAGE_BYTES, EventLog, Store, encoded
 
 
 @pytest.fixture

@@ -19,12 +19,12 @@ from hydra import compose, initialize_config_module
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.config.composition import from_composed, register_schema
-from unicron_lightning.coordinator.config.schema import CoordinatorConfig
+from unicron_lightning.coordinator.__main__ import from_composed, register_schema
+from unicron_lightning.coordinator.config import CoordinatorConfig
 from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.server.batch import MOST_LOGGED_CHARACTERS, MOST_UNWRITTEN_EVENTS, Batch, Saving
 from unicron_lightning.coordinator.server.server import Server
-from unicron_lightning.coordinator.storage.batch import MOST_LOGGED_CHARACTERS, MOST_UNWRITTEN_EVENTS, Batch, Saving
-from unicron_lightning.coordinator.storage.store import Store
+from unicron_lightning.coordinator.storage import Store
 from unicron_lightning.credentials import token_for
 from unicron_lightning.link import open_socket
 from unicron_lightning.wire.daemon import Launch, NodeHello, NodeReport, NodeTask, decode_to_node

@@ -13,8 +13,7 @@ import pytest
 from coordinator.shell import Coordinator, get
 
 from unicron_lightning.coordinator.events import Emit
-from unicron_lightning.coordinator.storage.database import StoreUnusable
-from unicron_lightning.coordinator.storage.store import Store
+from unicron_lightning.coordinator.storage import Store, StoreUnusable
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.watch import hangs
-from unicron_lightning.coordinator.watch.slowness import behind
-from unicron_lightning.coordinator.watch.verdict import NOTHING, Verdict, hopeless, judge
+from unicron_lightning.coordinator import hangs
+from unicron_lightning.coordinator.hangs import NOTHING, Verdict, hopeless, judge
+from unicron_lightning.coordinator.membership.workers import behind
 from unicron_lightning.worker.control import activity
 
 TIMES: dict[str, Any] = {"mute_time": 5.0, "collective_time": 10.0, "stall_time": 600.0}

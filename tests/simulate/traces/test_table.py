@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicron_lightning.coordinator.severity.errors import SEVERITY
+from unicron_lightning.coordinator.severity.record import SEVERITY
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.trace import SLOWING, SimCluster, TraceFault
 from unicron_lightning.simulate.traces import TraceConfig, generate, parse_table

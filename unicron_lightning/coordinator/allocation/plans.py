@@ -29,9 +29,9 @@ from unicron_lightning.coordinator.allocation.places import (
     several_compete,
     usable_places,
 )
-from unicron_lightning.coordinator.allocation.request import Competitor, Question
+from unicron_lightning.coordinator.events import Competitor, Question
 from unicron_lightning.coordinator.membership.epochs import keep_running, save_and_stop
-from unicron_lightning.coordinator.membership.replicas import keep_together, worth
+from unicron_lightning.coordinator.membership.slots import keep_together, worth
 from unicron_lightning.coordinator.state import Agent, Cluster, Task, has_multiple
 from unicron_lightning.planner.placement import assign
 from unicron_lightning.terms import Terms

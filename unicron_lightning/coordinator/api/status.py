@@ -1,17 +1,152 @@
-"""The coordinator's view of its tasks as plain JSON, for `GET /v1/status` and `unicron status`."""
+"""The coordinator's view of its tasks as plain JSON, for `GET /v1/status` and ``unicron status``, and explanations.
+
+Explanations for users are derived from the state: why a task waits, and why a drained node keeps its workers. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.api.reasons import lost_nodes, staying, why_waiting
+from unicron_lightning.coordinator.allocation.places import is_assigned, occupants, usable_places
+from unicron_lightning.coordinator.machine import drained
+from unicron_lightning.coordinator.membership.slots import fewest
+from unicron_lightning.coordinator.severity.apply import LAST_HOLD_SECONDS
 from unicron_lightning.coordinator.state import Agent, Cluster, Node, Task, Worker
+from unicron_lightning.wire.fields import counted
 
-TaskState = Literal[
+_NAMED: Final = 3
+"""Most workers that a reason names."""
+
+
+def why_waiting(cluster: Cluster, task: Task) -> str | None:
+    """Return why a task does not train, and what would end that; None if it trains, or has ended."""
+    if task.over is not None:
+        return None
+    if task.rebuilding:
+        return "resuming: the coordinator had lost its record, and waits for agents to register, and for their workers"
+    away = [agent.node for agent in task.agents.values() if agent.conn is None]
+    if task.restoring and away and (task.epoch is None or not task.settled):
+        return f"resuming: waits for {_few(away)} to connect again; for detection.restart_grace at most"
+    if task.epoch is not None and (task.epoch.hold or task.pausing or not task.settled):
+        return _why_waiting_in_epoch(cluster, task, task.epoch)
+    if task.slots:
+        return _why_starting(task)
+    return _why_queued(cluster, task) if task.id in cluster.lasting.jobs else _why_forming(cluster, task)
+
+
+def staying(cluster: Cluster) -> dict[str, str]:
+    """Return the drained nodes, and agents, whose workers cannot leave now, with the reasons."""
+    found: dict[str, str] = {}
+    for task in cluster.tasks.values():
+        out = [agent for agent in (task.agents[each] for each in task.slots) if cluster.lasting.excludes(agent)]
+        others, need = len(task.slots) - len(out), fewest(task)
+        if task.over is None and out and others < need:
+            has = "no other has" if not others else "1 other has" if others == 1 else f"{others} others have"
+            reason = f"task {task.id} needs at least {counted(need, 'node')}, {has} its workers"
+            found |= {
+                name: reason for agent in out for name in (agent.node, agent.id) if name in drained(cluster.lasting)
+            }
+    return found
+
+
+def lost_nodes(cluster: Cluster) -> dict[str, float]:
+    """Return the nodes that were lost and have not come back, with the time.time() of their loss."""
+    present = {agent.node for task in cluster.tasks.values() for agent in task.agents.values()} | set(cluster.nodes)
+    return {node: at for node, at in cluster.lasting.lost.items() if node not in present}
+
+
+def _why_waiting_in_epoch(cluster: Cluster, task: Task, epoch: wire.Epoch) -> str | None:
+    if task.pausing:
+        return "pausing: its members write a checkpoint; for detection.pause_grace at most"
+    if not task.settled:
+        if epoch.kind in wire.PLANNED and not epoch.hold:
+            return None  # its members train until the next step boundary
+        late = [member.worker for member in task.live_members() if task.workers[member.worker].ready != task.number]
+        return f"recovering: waits for {_few(late) or 'its agents'}; for detection.recovery_time at most"
+    here = len({member.agent for member in epoch.members})
+    ends = "another node joins, it is resized, or severity.hold_timeout has passed"
+    holds = f"holds below its minimum: needs {counted(task.min_nodes, 'node')}, has {here}, until {ends}"
+    return "; ".join(filter(None, [holds, *_kept_out(cluster, task), task.severity.last_words]))
+
+
+def _why_starting(task: Task) -> str | None:
+    if task.regrouping:
+        stopping = [task.agents[agent].node for agent in task.slots]
+        return f"restarting with other nodes: waits until {_few(stopping)} have stopped their workers"
+    if task.plain or task.epoch is not None:
+        return None
+    if not task.elastic:
+        return "starting: no worker has reported yet (those of a script without the strategy do not)"
+    expected = sum(task.agents[agent].local_world or 1 for agent in task.slots)
+    ready = sum(worker.built for worker in task.workers.values())
+    return f"starting: {ready} of {counted(expected, 'worker')} ready"
+
+
+def _why_queued(cluster: Cluster, task: Task) -> str:
+    """Explain the wait of a submitted task, from the places that it may use and the plan."""
+    if (awaited := cluster.lasting.held.get(task.id)) is not None:
+        return f"comes after {', '.join(awaited)}"
+    assigned, need = cluster.lasting.assigned, fewest(task)
+    places = [place.name for place in usable_places(cluster) if task.id in place.tasks]
+    own = [place for place in places if assigned.get(place) == task.id]
+    if len(own) >= need:
+        return "; ".join([f"starting: torchrun at {', '.join(own)}", *_kept_out(cluster, task)])
+    if len(places) < need:
+        out = [node for node in drained(cluster.lasting) if node in cluster.nodes]
+        without = [f"drained: {', '.join(out)}"] if out else []
+        if lost := sorted(lost_nodes(cluster)):
+            without.append(f"lost: {', '.join(lost)}")
+        usable = f"{counted(len(places), 'slot')} {'is' if len(places) == 1 else 'are'} usable"
+        return f"needs {counted(need, 'node')}, {'; '.join([usable, *without])}"
+    users = Counter(owner for place in places if (owner := assigned.get(place)) and owner != task.id)
+    used = ", ".join(f"{name} ({number})" for name, number in sorted(users.items()))
+    return f"needs {counted(need, 'node')}, the plan gives {counted(len(places), 'usable slot')} to {used or 'no task'}"
+
+
+def _why_forming(cluster: Cluster, task: Task) -> str:
+    """Explain the wait of a task whose agents were started by a user."""
+    waiting = len(_candidates(cluster, task))
+    here = f"{counted(waiting, 'node')} {'waits' if waiting == 1 else 'wait'}"
+    return "; ".join([f"needs {counted(fewest(task), 'node')}, {here}", *_kept_out(cluster, task)])
+
+
+def _candidates(cluster: Cluster, task: Task) -> list[Agent]:
+    return [agent for agent in task.queue() if not agent.barred and not cluster.lasting.excludes(agent)]
+
+
+def _kept_out(cluster: Cluster, task: Task) -> list[str]:
+    """Return why agents of a task have no slot yet."""
+    late = [(agent.node, _why_late(cluster, agent)) for agent in _candidates(cluster, task)]
+    without = [agent for agent in task.agents.values() if agent.id not in task.slots]
+    out = sorted({agent.node for agent in without if cluster.lasting.excludes(agent)})
+    drains = [f"drained: {', '.join(out)}"] if out else []
+    barred = [f"{agent.node} is barred: {agent.barred}" for agent in without if agent.barred]
+    return [*(f"{node} {why}" for node, why in late if why is not None), *drains, *barred]
+
+
+def _why_late(cluster: Cluster, agent: Agent) -> str | None:
+    """Return why an agent that waits is granted no slot yet, and how long at most."""
+    if agent.conn is None:
+        return "is away, for detection.reconnect_grace at most"
+    if agent.held:
+        return f"has failed to start, and begins again after {LAST_HOLD_SECONDS:g} s at most"
+    if agent.place is not None and (user := occupants(cluster, (agent.node,)).get(agent.place)) is not None:
+        return f"waits until the workers of {user[0].id} at its place have ended"
+    if not is_assigned(cluster, agent):
+        return "gets its place when the plan gives it to the task"
+    return None
+
+
+def _few(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:_NAMED])}{' and others' if len(names) > _NAMED else ''}"
+
+
+_TaskState = Literal[
     "queued",
     "forming",
     "starting",
@@ -25,8 +160,8 @@ TaskState = Literal[
     "plain",
     "over",
 ]
-TASK_STATES: Final[tuple[TaskState, ...]] = get_args(TaskState)
-_PENDING: Final[dict[wire.EpochKind, TaskState]] = {
+TASK_STATES: Final[tuple[_TaskState, ...]] = get_args(_TaskState)
+_PENDING: Final[dict[wire.EpochKind, _TaskState]] = {
     "init": "forming",
     "restart": "forming",
     "fail": "recovering",
@@ -38,7 +173,7 @@ _PENDING: Final[dict[wire.EpochKind, TaskState]] = {
 
 
 def task_status(task: Task, assigned: Collection[str] = ()) -> dict[str, Any]:
-    """Describe one task; ``assigned``: tasks to which the plan in force gives places. ``state`` is a `TaskState`."""
+    """Describe one task; ``assigned``: tasks to which the plan in force gives places. ``state`` is a `_TaskState`."""
     members = {member.worker for member in task.members()}
     others = sorted((worker for worker in task.workers.values() if worker.id not in members), key=task.place)
     stepped = task.foremost
@@ -113,7 +248,7 @@ def _last_failure(task: Task) -> dict[str, Any] | None:
     return None if newest is None else {name: getattr(newest, name) for name in fields}
 
 
-class NodeStanding(NamedTuple):
+class _NodeStanding(NamedTuple):
     """A node as the page and the metrics show it."""
 
     state: Literal["ready", "drained", "away", "lost"]
@@ -123,7 +258,7 @@ class NodeStanding(NamedTuple):
     """Whether it is drained by an operator, or cordoned."""
 
 
-def node_standings(cluster: Cluster) -> dict[str, NodeStanding]:
+def node_standings(cluster: Cluster) -> dict[str, _NodeStanding]:
     """Return all nodes by label, in order: those with a daemon or an agent, and those that were lost."""
     up = {node.label: node.conn is not None for node in cluster.nodes.values()}
     for task in cluster.tasks.values():
@@ -131,7 +266,7 @@ def node_standings(cluster: Cluster) -> dict[str, NodeStanding]:
             up[agent.node] = up.get(agent.node, False) or agent.conn is not None
     lost, out = lost_nodes(cluster), cluster.lasting.out
     return {
-        label: NodeStanding(
+        label: _NodeStanding(
             state="lost" if label in lost else "drained" if label in out else "ready" if up[label] else "away",
             up=up.get(label, False),
             drained=label in out,
@@ -157,7 +292,7 @@ def _node(cluster: Cluster, node: Node) -> dict[str, Any]:
     }
 
 
-def state_of_task(task: Task, assigned: Collection[str] = ()) -> TaskState:
+def state_of_task(task: Task, assigned: Collection[str] = ()) -> _TaskState:
     """Return the state of a task; ``assigned`` as for `task_status`."""
     if task.over is not None:
         return "over"

@@ -1,1 +1,1 @@
-"""The page that the coordinator serves: its sessions, the state that it shows, and its files."""
+"""Files of the page that the coordinator serves."""

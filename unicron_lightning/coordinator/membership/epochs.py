@@ -13,6 +13,27 @@
   too few would remain;
 * it is settled and there are candidates: publish a ``join``;
 * no member is left: a new life begins; the task is over if a member has finished, even if that is known only later.
+
+**Departures**: agents that were asked to end (SIGTERM). Their workers leave at a step boundary, or the task is saved
+first.
+
+An epoch of kind ``leave`` follows (`slots.leaving`). If fewer than ``min_nodes`` agents remain, their workers
+keep the state at that boundary until others join. If all members with the task's state are to leave, e.g. for
+maintenance of all nodes, they write a checkpoint first, as for a pause. Workers that have not begun to train, and those
+of a plain script with too few other agents, are stopped at once.
+
+**Holds**: a task ends that holds below its minimum of nodes for too long, or that nothing can lead out of its hold.
+
+A task holds while it has fewer nodes than its minimum: its members wait at a step boundary for another one. The time
+counts until `soon_steps` steps are finished in a row, since a worker that fails at its start does not end the hold. A
+task that trains when the time is over, as one with long steps, ends only if it holds again without a further step.
+
+**Rebuilding**: a task whose record was lost with the coordinator's store resumes with the workers that hold its state.
+
+Agents register with what their workers have reported, and are given `restart_grace` for it. A member that has not
+stopped yet for the newest epoch, e.g. in a long micro-batch, is waited for as in any epoch, for `recovery_time` since
+the first registration. Work of an epoch is lost only with its `wire.Go`: before, its members have computed nothing in
+it, and one that is still in the epoch before it can stay.
 """
 
 from __future__ import annotations
@@ -23,14 +44,13 @@ from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import lifecycle
-from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.actions import Part, Turn, on
 from unicron_lightning.coordinator.incidents.facts import EpochPublished, EpochSettled, LifeBegun
 from unicron_lightning.coordinator.membership import memory
-from unicron_lightning.coordinator.membership.replicas import awaited, bearable, fewest
-from unicron_lightning.coordinator.membership.slots import leaving, revoke
-from unicron_lightning.coordinator.orders import relayout
+from unicron_lightning.coordinator.membership.slots import awaited, bearable, fewest, leaving, revoke, undrained, whole
+from unicron_lightning.coordinator.orders import jobs, relayout
 from unicron_lightning.coordinator.orders.jobs import CANCELLED, finish, saved
-from unicron_lightning.coordinator.part import Part
+from unicron_lightning.coordinator.severity.record import EQUAL_FAILURES
 from unicron_lightning.coordinator.state import Agent, PauseReason, Task, Worker
 from unicron_lightning.wire.epoch_changes import change_of
 from unicron_lightning.wire.report_sums import summed
@@ -112,7 +132,7 @@ def comm_error_due(task: Task, turn: Turn) -> None:
     if task.settled:
         publish(task, turn, "fail", task.live_members())
     elif task.epoch.kind in wire.PLANNED:
-        publish(task, turn, "fail", state_holders(task))
+        publish(task, turn, "fail", _state_holders(task))
 
 
 def _join_due(task: Task, _turn: Turn) -> None:
@@ -137,7 +157,7 @@ def _form(task: Task, turn: Turn) -> None:
     for worker in founders if memory.offer(task, turn) else ():
         welcome(task, turn, task.agents[worker.agent], worker)
     publish(task, turn, "init" if task.life == 1 else "restart", members)
-    turn_into_joiners(task, turn, {member.worker for member in members})
+    _turn_into_joiners(task, turn, {member.worker for member in members})
 
 
 def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
@@ -156,7 +176,7 @@ def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
         turn.timer("start", turn.limits.watch.start_time, task=task.id, agent=agent.id)
 
 
-def turn_into_joiners(task: Task, turn: Turn, members: set[str]) -> None:
+def _turn_into_joiners(task: Task, turn: Turn, members: set[str]) -> None:
     """Turn founders that were not ready in time into joiners: members do not wait for their set-up."""
     for worker in task.workers.values():
         if worker.founder and worker.id not in members:
@@ -168,7 +188,7 @@ def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) ->
     """Publish the epoch that follows the loss of members."""
     assert task.epoch is not None
     kind = task.epoch.kind
-    core = state_holders(task)
+    core = _state_holders(task)
     if task.settled:
         publish(task, turn, "fail", live)
     elif kind not in wire.PLANNED:
@@ -182,7 +202,7 @@ def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) ->
         publish(task, turn, kind, live)
 
 
-def state_holders(task: Task) -> list[wire.Member]:
+def _state_holders(task: Task) -> list[wire.Member]:
     """Return the live members that have the task's state, in their order."""
     return [task.as_member(task.workers[worker]) for worker in task.established if worker in task.workers]
 
@@ -232,17 +252,17 @@ def save_and_stop(task: Task, turn: Turn, reason: PauseReason) -> None:
     if task.pausing:  # for another reason; this one decides about what follows
         turn.save(task)
         return
-    if task.epoch is None or task.rebuilding or not state_holders(task):
+    if task.epoch is None or task.rebuilding or not _state_holders(task):
         _stop(task, turn)
         return
     assert task.formed, f"task {task.id!r}: {task.lifecycle} has nothing to pause"
     lifecycle.move(task, pausing=True)
     turn.save(task)
     turn.emit(task, "task_pauses", epoch=task.number, reason=reason)
-    await_pause(task, turn)
+    _await_pause(task, turn)
 
 
-def await_pause(task: Task, turn: Turn) -> None:
+def _await_pause(task: Task, turn: Turn) -> None:
     """Limit the time until the members have written the checkpoint."""
     if task.pausing:
         turn.timer("pause", turn.limits.pause_grace, task=task.id)
@@ -457,7 +477,161 @@ def _new_life(task: Task, turn: Turn) -> None:
 
 
 PART: Final = Part(
-    restore=await_pause,
+    restore=_await_pause,
     timers={"join": _join_due, "pause": _pause_due},
     review=review_members,
 )
+
+
+def _departs(task: Task, turn: Turn, agent: Agent, _: wire.Departing) -> None:
+    if agent.departing or task.over is not None:
+        return
+    agent.departing = True
+    turn.places_changed = True
+    turn.save(task)
+    turn.emit(task, "agent_departs", agent=agent.id, node=agent.node)
+    if agent.id not in task.slots:
+        return
+    if not task.elastic:
+        if not (task.plain and len(undrained(task, turn)) >= task.min_nodes):
+            _stop_agent(task, turn, agent)
+    elif task.epoch is None or task.rebuilding or not _state_holders(task):
+        _stop_agent(task, turn, agent)
+    elif _ends(task):
+        save_and_stop(task, turn, "departure")
+
+
+def _ends(task: Task) -> bool:
+    """Whether the state would be lost: all members depart, or each replica of a divided model loses some."""
+    going = {agent.id for agent in task.agents.values() if agent.departing}
+    replicas: dict[int, set[str]] = {}
+    for agent_id, number in whole(task).items():
+        replicas.setdefault(number, set()).add(agent_id)
+    if task.replica_nodes and replicas:
+        return all(agents & going for agents in replicas.values())
+    return all(member.agent in going for member in _state_holders(task))
+
+
+def _stop_agent(task: Task, turn: Turn, agent: Agent) -> None:
+    revoke(task, turn, agent, "the agent was asked to end before its workers could leave in order", needed=True)
+
+
+DEPARTURES: Final = Part(receivers=(on(wire.Departing, _departs),))
+
+
+def review(task: Task, turn: Turn) -> None:
+    """Start and end the time of a hold; end a task whose only other node fails again and again. Idempotent."""
+    if not _holds(task):
+        if task.held is not None:
+            _follow(task, turn, *task.held)
+        return
+    if task.held is None or (task.committed > task.held[1] and turn.now >= task.held[0] + turn.limits.hold_timeout):
+        task.held = turn.now, task.committed
+        turn.timer("hold", turn.limits.hold_timeout, task=task.id)
+        turn.save(task)
+    task.held = task.held[0], task.committed
+    _due(task, turn)
+    if _holds(task) and not task.finishing and not jobs.is_job(task, turn):
+        _end_if_alone(task, turn)
+
+
+def _holds(task: Task) -> bool:
+    return task.over is None and task.epoch is not None and task.epoch.hold and task.settled
+
+
+def _follow(task: Task, turn: Turn, since: float, step: int) -> None:
+    """End the time of a hold, if the task has trained for some steps after it, or is over."""
+    if task.over is not None or task.committed - step >= turn.limits.soon_steps:
+        task.held = None
+        turn.cancel("hold", task=task.id)
+        turn.save(task)
+    elif task.settled and task.committed < step:  # resumed from a checkpoint
+        task.held = since, task.committed
+
+
+def _end_if_alone(task: Task, turn: Turn) -> None:
+    """End a task that can only get a node whose new workers have all failed in one way.
+
+    A node that has left is not waited for; another one may be repaired while it tries again. An exception of the
+    program that it raises at each try is not: its script or its settings differ.
+    """
+    inside, last = {member.agent for member in task.members()}, task.severity.latest
+    if not last or len({(failure.node, failure.cause) for failure in last}) > 1 or last[-1].kind == "lost_connection":
+        return
+    node = last[-1].node
+    outside = {agent.node for agent in task.agents.values() if agent.id not in inside}
+    where, tries = ("left", EQUAL_FAILURES) if not outside else ("there", turn.limits.crash_attempts)
+    series = task.severity.series.get(node)
+    if series is None or len(last) < EQUAL_FAILURES or len(series.times) < tries:
+        return
+    if not outside or (outside == {node} and last[-1].place):
+        _end(task, turn, f"no other node is {where}, and {node} fails in one way: {len(series.times)} times in a row")
+
+
+def restore(task: Task, turn: Turn) -> None:
+    """Set the timer again after a restart of the coordinator."""
+    if task.held is not None:
+        turn.timer("hold", max(0.0, task.held[0] + turn.limits.hold_timeout - turn.now), task=task.id)
+
+
+def _due(task: Task, turn: Turn) -> None:
+    if task.held is not None and turn.now >= task.held[0] + turn.limits.hold_timeout and _holds(task):
+        _end(task, turn, f"for {turn.now - task.held[0]:.0f} s (severity.hold_timeout)")
+
+
+def _end(task: Task, turn: Turn, why: str) -> None:
+    last = f"; the {task.severity.last_words}" if task.severity.latest else ""
+    reason = f"held below the minimum of {task.min_nodes} nodes: {why}{last}"
+    stop(task, turn, rule="held below the minimum", reason=reason)
+
+
+HOLDS: Final = Part(restore=restore, timers={"hold": _due}, review=review)
+
+
+_JOIN: Final = "join"
+"""Name of the operation in which members hand over the state, as in `worker.engine`."""
+AGAIN_SECONDS: Final = 0.5
+"""Seconds between looks for members that have not stopped yet."""
+
+
+def _rebuild_due(task: Task, turn: Turn) -> None:
+    """Resume with the workers that hold the task's state, after all agents had time to register."""
+    if not task.rebuilding:
+        return
+    reported = [worker for worker in task.workers.values() if worker.ready > 0 and holds_state(worker)]
+    computing = [worker for worker in task.workers.values() if worker.member and not worker.ready]
+    if reported and computing and turn.now < task.created_at + turn.limits.recovery_time:
+        turn.timer("rebuild", AGAIN_SECONDS, task=task.id)
+        return
+    lifecycle.move(task, rebuilding=False)
+    turn.places_changed = True
+    turn.save(task)
+    if task.over is not None:
+        return
+    if not reported:
+        for worker in [worker for worker in task.workers.values() if not worker.founder]:
+            expel(task, turn, worker, "no member is left that it could join")
+        return
+    newest = max(worker.ready for worker in reported)
+    began = _begun(task, reported, newest)
+    for worker in reported:
+        if worker.ready < began:  # members of the newest epoch may have recomputed its work
+            expel(task, turn, worker, f"it was in epoch {worker.ready}, others are in {newest}")
+    holders = [worker for worker in reported if worker.ready >= began]
+    # Joiners stay in an epoch that the others have entered to hand over the state: they may have received it since.
+    joining = all(worker.state.get("operation") == _JOIN for worker in holders)
+    there = (worker for worker in task.workers.values() if worker in holders or (joining and worker.ready == newest))
+    members = sorted(there, key=task.place)
+    task.established = [worker.id for worker in members]
+    open_incident(task)
+    publish(task, turn, "fail", [task.as_member(worker) for worker in members])
+    _turn_into_joiners(task, turn, set(task.established))
+
+
+def _begun(task: Task, reported: list[Worker], newest: int) -> int:
+    """Return the newest epoch in which members may have computed; ``newest`` if an agent has not told."""
+    went = [task.agents[worker.agent].went for worker in reported]
+    return newest if 0 in went else min(newest, max(went))
+
+
+REBUILDING: Final = Part(timers={"rebuild": _rebuild_due})

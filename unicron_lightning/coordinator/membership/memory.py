@@ -13,8 +13,7 @@ from collections.abc import Collection
 from typing import Final
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.actions import Turn
-from unicron_lightning.coordinator.part import Part, on
+from unicron_lightning.coordinator.actions import Part, Turn, on
 from unicron_lightning.coordinator.state import Agent, Task
 
 _OFFERED: Final = 3

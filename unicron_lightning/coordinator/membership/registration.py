@@ -11,6 +11,23 @@ An agent's `wire.Register` leads to one of four cases:
   registrations: for ``restart_grace`` seconds nothing is published while training continues, then one ``fail`` epoch
   is, over the workers that hold state (those whose last report was for an epoch >= 1). Lost with the store are:
   records, the checkpoint's path, the count of lives, and agents that do not return in time.
+
+**Warm stand-bys**: agents without a slot whose workers are started in advance, as far as possible without a slot.
+
+A warm worker has imported everything, run its script up to the strategy's start, and sent its hello. There it waits: it
+is neither member nor candidate, counts nowhere, and uses no accelerator memory. When its agent gets a slot the worker
+is welcomed, and is as far as other workers are seconds after their start.
+
+Rules:
+
+* Agents are warm when they stand by for a task known to recover in process, also where the plan has given their place
+  to another task, which they do not disturb. Agents on drained nodes are not warm, and never those of a plain script,
+  whose workers would start to train.
+* Warm workers are recorded at the agent (`Agent.hellos`), not in `Task.workers`. So no rule of membership considers
+  them, and their death is not a failure of the task.
+* A free slot goes to a warm agent first. The agent gets the grant, and its workers their welcome, in one turn.
+* A slot whose workers have died is passed on to a warm agent immediately, not only when the slot's own agent is lost:
+  that agent has to start new workers in any case. It becomes the stand-by.
 """
 
 from __future__ import annotations
@@ -21,9 +38,9 @@ from typing import Final
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import lifecycle
-from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.actions import Part, Turn, on
 from unicron_lightning.coordinator.incidents.facts import AgentLoss
-from unicron_lightning.coordinator.membership import replicas, slots, standby, workers
+from unicron_lightning.coordinator.membership import slots, workers
 from unicron_lightning.coordinator.membership.epochs import (
     agents_to_notify,
     open_incident,
@@ -31,13 +48,99 @@ from unicron_lightning.coordinator.membership.epochs import (
     send_go,
     welcome,
 )
+from unicron_lightning.coordinator.membership.slots import leave_slot, next_in_line, review_slots
 from unicron_lightning.coordinator.orders.jobs import finish, is_job, saved
-from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity import apply as severity
-from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.detection.silence import report_seconds
 from unicron_lightning.wire.fields import shortened
+
+
+def _review_standbys(task: Task, turn: Turn) -> None:
+    """Welcome warm workers of agents that have a slot now; have stand-by agents start theirs. Idempotent.
+
+    Call it after the consequences of deaths are decided: in a new life, the welcomed workers are its founders.
+    """
+    if task.over is not None:
+        return
+    if _pass_on(task, turn):
+        review_slots(task, turn)
+    granted = [task.agents[agent_id] for agent_id in task.slots]
+    for agent in [agent for agent in granted if agent.hellos]:
+        hellos, agent.hellos = agent.hellos, {}
+        for hello in hellos.values():
+            workers.hello(task, turn, agent, hello)
+    for agent in [agent for agent in task.agents.values() if agent.warm or agent.waiting]:
+        if agent.warm and not _may_be_warm(task, turn, agent):
+            _cool(task, turn, agent)
+        elif agent.waiting and task.formed and not task.finishing and _may_be_warm(task, turn, agent):
+            _warm(task, turn, agent)
+
+
+def _send_warm_grant(task: Task, turn: Turn, agent: Agent) -> None:
+    """Send an agent a warm grant, possibly again."""
+    assert agent.store is not None
+    rank = len(task.slots)
+    grant = wire.Grant(round=agent.round, group_rank=rank, group_world=rank + 1, master=agent.store, warm=True)
+    turn.send(agent, grant)
+
+
+def _resume_standby(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
+    """Handle the new registration of a warm agent: warm workers that it does not list are dead."""
+    if agent.local_world is None:
+        agent.local_world = message.local_world
+    named = {info.worker for info in message.workers}
+    for worker in [worker for worker in agent.hellos if worker not in named]:
+        del agent.hellos[worker]
+        agent.gone.append(worker)
+    turn.save(task)
+
+
+def _pass_on(task: Task, turn: Turn) -> bool:
+    """Free slots of dead workers, as many as there are warm agents to take them; return whether any were freed.
+
+    A slot whose agent is away is kept: the agent is either declared lost shortly, or has more to report.
+    """
+    if task.finishing or task.rebuilding or not any(agent.warm for agent in task.agents.values()):
+        return False
+    spare = [agent for agent in next_in_line(task, turn) if agent.all_warm]
+    if not spare:
+        return False
+    held = [task.agents[agent_id] for agent_id in task.slots if not turn.drains(task.agents[agent_id])]
+    dead = [agent for agent in held if agent.gone and agent.conn is not None and not task.workers_of(agent.id)]
+    room = max(0, task.limit - len(held))
+    given = dead[: max(0, len(spare) - room)]
+    for agent in given:
+        leave_slot(task, agent)
+        turn.emit(task, "slot_passed_on", agent=agent.id, node=agent.node)
+    return bool(given)
+
+
+def _may_be_warm(task: Task, turn: Turn, agent: Agent) -> bool:
+    """Whether an agent without a slot may have workers. In a task that is being rebuilt the script is not known yet."""
+    may = turn.limits.warm_standby and (task.elastic or task.rebuilding)
+    return may and not (agent.departing or turn.lasting.excludes(agent))
+
+
+def _warm(task: Task, turn: Turn, agent: Agent) -> None:
+    if agent.conn is None or task.rebuilding:
+        return
+    agent.waiting = False
+    agent.warm = True
+    _send_warm_grant(task, turn, agent)
+    turn.emit_apart(task, "standby_warms", agent=agent.id, node=agent.node, round=agent.round)
+
+
+def _cool(task: Task, turn: Turn, agent: Agent) -> None:
+    """Have the agent stop its warm workers and stand by without workers."""
+    leave_slot(task, agent)
+    agent.stopping = True
+    turn.send(agent, wire.Stop(reason="its workers are no longer kept warm"))
+    turn.emit_apart(task, "standby_cools", agent=agent.id, node=agent.node)
+
+
+STANDBY: Final = Part(review=_review_standbys)
+
 
 _LOST_REMEMBERED = 1000
 _FINISHED: Final = "its workers have finished"
@@ -107,7 +210,7 @@ def register(
     agent.conn, agent.told, agent.went, agent.copies = conn, message.epoch, message.went, message.copies
     turn.send(agent, registered(turn.limits, turn.connections))
     if message.reading is not None:
-        reports.handle_reading(task, turn, agent, message.reading)
+        severity.handle_reading(task, turn, agent, message.reading)
     about = {"agent": agent.id, "node": agent.node, "host": agent.host, "pid": agent.pid, "resumed": resumed}
     turn.emit_apart(task, "agent_registered", **about)
     if task.over is not None:
@@ -166,7 +269,7 @@ def _was_cut(task: Task, turn: Turn, agent: Agent) -> None:
     if len(agent.cuts) >= limits.flapping_cuts:
         cause = f"the connection broke {len(agent.cuts)} times within {turn.now - agent.cuts[0]:.0f} s, and was renewed"
         agent.cuts = []
-        reports.handle_node_error(task, turn, agent, "link_flapping", cause)
+        severity.handle_node_error(task, turn, agent, "link_flapping", cause)
 
 
 def _place_is_free(turn: Turn, agent: Agent) -> bool:
@@ -228,7 +331,7 @@ def lost_due(task: Task, turn: Turn, agent: Agent) -> None:
         turn.timer("empty", turn.limits.restart_grace, task=task.id)
 
 
-def restore_due(task: Task, turn: Turn) -> None:
+def _restore_due(task: Task, turn: Turn) -> None:
     """Declare absent agents of a restored task lost: their time to return is over."""
     if not task.restoring:
         return
@@ -253,7 +356,7 @@ def ended(task: Task, turn: Turn, agents: Sequence[Agent]) -> None:
     turn.save(task)
 
 
-def missing_due(task: Task, turn: Turn, agent: Agent) -> None:
+def _missing_due(task: Task, turn: Turn, agent: Agent) -> None:
     """Declare the workers dead that the agent no longer lists and has not explained."""
     gone, agent.missing = agent.missing, []
     workers.died(task, turn, [task.workers[worker] for worker in gone if worker in task.workers], "lost")
@@ -298,7 +401,7 @@ def _begin_rendezvous(task: Task, turn: Turn, agent: Agent, message: wire.Rendez
     slots.begin_rendezvous(task, turn, agent, message)
 
 
-def review_end(task: Task, turn: Turn) -> None:
+def _review_end(task: Task, turn: Turn) -> None:
     """End the task when no agent is left to run it."""
     if task.over is not None or task.absent:
         return
@@ -397,7 +500,7 @@ def _resume(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> Non
         if agent.id in task.slots and not agent.waiting:
             slots.send_grant(task, turn, agent)
         elif agent.warm:
-            standby.send_warm_grant(task, turn, agent)
+            _send_warm_grant(task, turn, agent)
     elif message.granted and message.round > agent.round:
         # Only a store that lost its last writes (power failure) knows less of a grant than the agent.
         _adopt(task, turn, agent, message)
@@ -406,7 +509,7 @@ def _resume(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> Non
         _adopt_warm(task, turn, agent, message)  # as in the case before
         return
     if agent.warm and message.round == agent.round:
-        standby.resume(task, turn, agent, message)
+        _resume_standby(task, turn, agent, message)
     if agent.id in task.slots and message.round == agent.round:
         if message.warm:
             slots.send_grant(task, turn, agent)
@@ -442,7 +545,7 @@ def _reconcile_workers(task: Task, turn: Turn, agent: Agent, message: wire.Regis
             if not known.built and known.id in task.workers:
                 welcome(task, turn, agent, known)  # it may not know that it is no founder
         if info.replicas is not None and info.worker in task.workers:
-            replicas.record_replicas(task, turn, info.replicas)
+            slots.record_replicas(task, turn, info.replicas)
     agent.missing = [worker.id for worker in task.workers_of(agent.id) if worker.id not in named]
     if agent.missing:
         turn.timer("missing", turn.limits.reconnect_grace, task=task.id, agent=agent.id)
@@ -472,7 +575,7 @@ PART: Final = Part(
         on(wire.RendezvousBegin, _begin_rendezvous),
         on(wire.EpochWanted, _epoch_wanted),
     ),
-    timers={"restore": restore_due, "empty": _empty_due},
-    agent_timers={"lost": lost_due, "missing": missing_due},
-    review=review_end,
+    timers={"restore": _restore_due, "empty": _empty_due},
+    agent_timers={"lost": lost_due, "missing": _missing_due},
+    review=_review_end,
 )

@@ -2,22 +2,26 @@
 
 No epochs are decided here: `epochs.review_members` reads the record after each input. A worker that is not on
 record (dead, fenced, of an earlier round or life) and still sends messages is fenced.
+
+Tasks that have become slower than before are detected, and ranks that delay the others. Both use statistics that
+members report with their progress (`wire.Pace`): the median of the last steps, so that a change takes a while to show.
+A verdict requires that it persists for `degraded_time`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import lifecycle
-from unicron_lightning.coordinator.actions import Turn
-from unicron_lightning.coordinator.connectivity import partition
-from unicron_lightning.coordinator.incidents import accounting, measurements
+from unicron_lightning.coordinator import connectivity, lifecycle
+from unicron_lightning.coordinator.actions import Part, Turn, on
+from unicron_lightning.coordinator.incidents import accounting
 from unicron_lightning.coordinator.incidents.facts import REPORTED, BrokenConnection, FirstStep, WorkerDeath
-from unicron_lightning.coordinator.membership import replicas
+from unicron_lightning.coordinator.membership import slots
 from unicron_lightning.coordinator.membership.epochs import (
     agents_to_notify,
     expel,
@@ -28,12 +32,72 @@ from unicron_lightning.coordinator.membership.epochs import (
     welcome,
 )
 from unicron_lightning.coordinator.orders import injection, relayout
-from unicron_lightning.coordinator.part import Part, on
-from unicron_lightning.coordinator.severity.errors import was_sent
+from unicron_lightning.coordinator.severity.record import was_sent
 from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
-from unicron_lightning.coordinator.watch import slowness
 
-Handled = (
+
+def _watch_pace(task: Task, turn: Turn, worker: str) -> None:
+    """Handle a member's report of its pace. The first member's report triggers the review of all."""
+    if task.settled and task.established and task.established[0] == worker:
+        _look_at_steps(task, turn, worker)
+        _look_at_ranks(task, turn)
+
+
+def behind(busy: Mapping[str, float], factor: float) -> dict[str, float]:
+    """Select members whose micro-batches take more than ``factor`` times their peers' median, with that ratio."""
+    found = {}
+    for name, seconds in busy.items():
+        peers = [other for peer, other in busy.items() if peer != name]
+        if peers and (usual := statistics.median_low(peers)) > 0 and seconds > factor * usual:
+            found[name] = round(seconds / usual, 2)
+    return found
+
+
+def _look_at_steps(task: Task, turn: Turn, worker: str) -> None:
+    watch, pace, limits = task.watch, task.workers[worker].pace, turn.limits
+    slow = pace is not None and pace.slowdown > limits.watch.degraded_factor
+    if not slow:
+        watch.slow_since = 0.0
+        if watch.degraded:
+            watch.degraded = False
+            turn.emit_apart(task, "task_normal", step=task.workers[worker].step)
+        return
+    assert pace is not None
+    watch.slow_since = watch.slow_since or turn.now
+    if not watch.degraded and turn.now - watch.slow_since >= limits.degraded_time:
+        watch.degraded = True
+        turn.emit_apart(
+            task,
+            "task_degraded",
+            step=task.workers[worker].step,
+            times=round(pace.slowdown, 2),
+            step_seconds=pace.median,
+            usual_seconds=pace.usual,
+            since=watch.slow_since,
+        )
+
+
+def _look_at_ranks(task: Task, turn: Turn) -> None:
+    watch, limits = task.watch, turn.limits
+    paces = {name: task.workers[name].pace for name in task.established if name in task.workers}
+    busy = {name: pace.busy for name, pace in paces.items() if pace is not None and pace.busy is not None}
+    late = behind(busy, limits.straggler_factor)
+    watch.behind = {name: watch.behind.get(name, turn.now) for name in late}
+    measured = busy.keys() | (watch.stragglers.keys() - paces.keys())  # not members in first steps
+    for name in [name for name in watch.stragglers if name not in late and name in measured]:
+        del watch.stragglers[name]
+        turn.emit_apart(task, "straggler_over", worker=name)
+    for name, since in watch.behind.items():
+        if turn.now - since < limits.degraded_time:
+            continue
+        if name not in watch.stragglers:
+            node = task.agents[task.workers[name].agent].node
+            about = {"micro_batch_seconds": busy[name], "times": late[name], "since": since}
+            turn.emit_apart(task, "straggler", worker=name, rank=task.rank_of(name), node=node, **about)
+        watch.stragglers[name] = late[name]
+
+
+_Handled = (
     wire.WorkerReady
     | wire.CommError
     | wire.Progress
@@ -60,7 +124,7 @@ def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> No
             fence_stranger(task, turn, agent, message.worker)
             return
         lifecycle.found_elastic(task)
-        replicas.hello(task, turn, agent, message)
+        slots.hello(task, turn, agent, message)
         if agent.warm:
             if message.worker not in agent.hellos:
                 agent.hellos[message.worker] = message
@@ -82,7 +146,7 @@ def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> No
     welcome(task, turn, agent, worker)
 
 
-def receive(task: Task, turn: Turn, agent: Agent, message: Handled) -> None:
+def receive(task: Task, turn: Turn, agent: Agent, message: _Handled) -> None:
     """Handle any later message of a worker that has sent its hello."""
     worker = task.workers.get(message.worker)
     if worker is None or worker.agent != agent.id:
@@ -102,8 +166,8 @@ def receive(task: Task, turn: Turn, agent: Agent, message: Handled) -> None:
             task.committed = max(task.committed, message.step)
             worker.metrics = message.metrics
             worker.pace = message.pace
-            slowness.progressed(task, turn, worker.id)
-            if measurements.progressed(task, turn, message):
+            _watch_pace(task, turn, worker.id)
+            if accounting.progressed(task, turn, message):
                 accounting.stepped(task, turn, turn.now if message.at is None else message.at)
         case wire.WorkerEvent():
             _event(task, turn, worker, message)
@@ -118,7 +182,7 @@ def receive(task: Task, turn: Turn, agent: Agent, message: Handled) -> None:
         case wire.FaultDue():
             injection.due(task, turn, agent, message)
         case wire.Replicas():
-            replicas.record_replicas(task, turn, message)
+            slots.record_replicas(task, turn, message)
         case wire.WorkerDone():
             finished(task, turn, worker, how="done")
 
@@ -276,7 +340,7 @@ def _comm_error(task: Task, turn: Turn, worker: Worker, message: wire.CommError)
     open_incident(task)
     turn.timer("comm_error", turn.limits.comm_error_grace, task=task.id)
     turn.log(task, BrokenConnection(worker=worker.id, epoch=message.epoch, error=message.error))
-    partition.suspect(task, turn)
+    connectivity.suspect(task, turn)
 
 
 def _event(task: Task, turn: Turn, worker: Worker, message: wire.WorkerEvent) -> None:

@@ -1,1 +1,1 @@
-"""Orders of users and operators: submitted tasks, drains, layouts, injected faults."""
+"""Orders of users and operators: submitted tasks, layouts, injected faults."""

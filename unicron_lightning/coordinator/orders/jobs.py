@@ -15,10 +15,9 @@ import msgspec
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import lifecycle
-from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.actions import Part, Turn
 from unicron_lightning.coordinator.incidents.facts import TaskEnd
 from unicron_lightning.coordinator.lifecycle import Lifecycle
-from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.state import Cluster, JobResult, Lasting, Task
 from unicron_lightning.jobs import Job
 from unicron_lightning.wire.fields import shortened

@@ -28,35 +28,38 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from unicron_lightning import __version__, wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.access.encryption import encryption_of
-from unicron_lightning.coordinator.access.guard import Guard
-from unicron_lightning.coordinator.access.hosts import misplaced
-from unicron_lightning.coordinator.access.listening import BACKLOG, TlsDoor, bind, resolve
-from unicron_lightning.coordinator.access.unproven import UnprovenConnections
+from unicron_lightning.coordinator.access import (
+    BACKLOG,
+    Guard,
+    TlsDoor,
+    UnprovenConnections,
+    Visitors,
+    bind,
+    encryption_of,
+    misplaced,
+    resolve,
+)
 from unicron_lightning.coordinator.allocation.answers import Knowledge, Planning, keep
 from unicron_lightning.coordinator.allocation.plans import standing
-from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.coordinator.api.dashboard import Dashboard
-from unicron_lightning.coordinator.api.routes import Api
-from unicron_lightning.coordinator.api.scrape import Scrape
-from unicron_lightning.coordinator.config.schema import CoordinatorConfig
-from unicron_lightning.coordinator.dashboard.visitors import Visitors
-from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.api.routes import Api, Scrape
+from unicron_lightning.coordinator.config import CoordinatorConfig
+from unicron_lightning.coordinator.events import Question
+from unicron_lightning.coordinator.machine import Machine, inputs_at_start
 from unicron_lightning.coordinator.membership.daemons import key_of
 from unicron_lightning.coordinator.membership.registration import registered
-from unicron_lightning.coordinator.orders.operator import inputs_at_start
-from unicron_lightning.coordinator.server import malformed
-from unicron_lightning.coordinator.server.direct import DirectWebSocket
-from unicron_lightning.coordinator.server.garbage import FullCollections
-from unicron_lightning.coordinator.server.hook import Hook
-from unicron_lightning.coordinator.server.liveness import ANSWER, Liveness
-from unicron_lightning.coordinator.server.malformed import request_logger
-from unicron_lightning.coordinator.server.presence import Presence
-from unicron_lightning.coordinator.server.session import PeerConnection, frame_of
-from unicron_lightning.coordinator.server.timers import SteadyClock, Timers
-from unicron_lightning.coordinator.storage.batch import Batch, Saving
-from unicron_lightning.coordinator.storage.database import StoreUnusable, default_state_dir, prepare_state_dir
-from unicron_lightning.coordinator.storage.store import Store
+from unicron_lightning.coordinator.server import peers
+from unicron_lightning.coordinator.server.batch import Batch, Hook, Saving
+from unicron_lightning.coordinator.server.peers import (
+    DirectWebSocket,
+    FullCollections,
+    PeerConnection,
+    Presence,
+    frame_of,
+    request_logger,
+)
+from unicron_lightning.coordinator.server.timers import ANSWER, Liveness, SteadyClock, Timers
+from unicron_lightning.coordinator.storage import Store, StoreUnusable, default_state_dir, prepare_state_dir
 from unicron_lightning.credentials import Token, is_loopback
 from unicron_lightning.jobs import problem
 from unicron_lightning.private_files import RECORD, open_private
@@ -363,7 +366,7 @@ class Server:
                 self._hosts[conn] = host
                 store = message.store
                 if store is not None and (reason := misplaced(store.host, host, peer)) is not None:
-                    raise malformed.Misplaced(reason)
+                    raise peers.Misplaced(reason)
                 # Only the connection's own machine is probed for an open port.
                 self._presence.record_store(conn, store and wire.Address(host=peer, port=store.port))
             self._take(ev.AgentMessage(conn=conn, message=message, excused=self._timers.excusing()))
@@ -526,7 +529,7 @@ async def _read(
     Args:
         conn: number of the connection.
         socket: the connection; later messages are handled as they arrive, without this coroutine.
-        take: raises one of `malformed.UNREADABLE`.
+        take: raises one of `peers.UNREADABLE`.
         session: the sending side.
         register_timeout: seconds for the first message.
     """
@@ -536,7 +539,7 @@ async def _read(
             return True
         try:
             take(conn, payload)
-        except malformed.UNREADABLE:
+        except peers.UNREADABLE:
             return False  # received below, which finds the same
         return True
 
@@ -554,10 +557,10 @@ async def _read(
             return
         try:
             take(conn, frame.data)
-        except malformed.UNREADABLE as error:
-            reason = malformed.described(frame.data, error)
+        except peers.UNREADABLE as error:
+            reason = peers.described(frame.data, error)
             logger.warning("message_malformed conn=%d error=%s", conn, reason)
-            if timeout is not None and malformed.is_first(frame.data):
+            if timeout is not None and peers.is_first(frame.data):
                 await socket.send_str(wire.encode(wire.Refused(reason=reason)).decode())
             reason = f"malformed message: {reason}"
             await socket.close(code=WSCloseCode.INVALID_TEXT, message=reason.encode()[:120])

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from unicron_lightning.coordinator.events import Limits
-from unicron_lightning.coordinator.severity.errors import REPORTED_ONLY
-from unicron_lightning.coordinator.severity.record import Failure, SeverityRecord
+from unicron_lightning.coordinator.severity.record import REPORTED_ONLY, Failure, SeverityRecord
 
 Trigger = Literal["SEV3", "SEV2", "SEV1", "judged"]
 RuleAction = Literal["tell", "reattempt", "escalate", "restart", "isolate", "cordon", "revert", "stop"]

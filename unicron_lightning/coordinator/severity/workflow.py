@@ -25,10 +25,10 @@ from itertools import pairwise
 from typing import Final
 
 from unicron_lightning.coordinator.events import Limits
-from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.coordinator.severity.record import (
     EQUAL_FAILURES,
     KEPT,
+    SEVERITY,
     Failure,
     Joined,
     Recurrence,

@@ -26,7 +26,7 @@ One layer of one micro-batch on one worker, forward:
 
     t_layer = F_matrices / (e_mm Pi) + F_core / (e_mm Pi) + 2 A / (e_mem beta) + 2 t_allreduce(2 s b h bytes, TP)
 
-Pi: peak FLOP/s; beta: memory bandwidth; A: bytes of the layer's activations (`memory`), each written once and read
+Pi: peak FLOP/s; beta: memory bandwidth; A: bytes of the layer's activations, each written once and read
 once. The backward pass has twice the products and the same remaining terms; recomputation adds the forward time of the
 recomputed part. Fused attention uses no s x s tensor, skips the masked half of the square, and has five products in the
 backward pass instead of four, since it recomputes one of the forward ones.

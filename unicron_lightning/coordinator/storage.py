@@ -2,6 +2,14 @@
 
 Written with a write-ahead log and synchronous=NORMAL: committed data survives the end of the process by any signal. The
 last moments may be lost when the machine's power fails, and then the agents' registrations fill the gap.
+
+**A corrupt file** is set aside: it never prevents a coordinator's start. Training loses nothing when state is set
+aside: the agents' registrations rebuild it, as after the file was deleted. The event log, drained nodes and the record
+of ended tasks, which only the file holds, stay in the renamed file.
+
+**The event log** is bounded in the size of an event and the number of events kept. An event with too many bytes keeps
+its small fields; the others are cut and marked. The oldest events are deleted while the log grows, a few with each
+write, so that no write takes long.
 """
 
 from __future__ import annotations
@@ -22,12 +30,196 @@ from typing_extensions import override
 
 from unicron_lightning.coordinator import state
 from unicron_lightning.coordinator.events import Emit
-from unicron_lightning.coordinator.storage.database import StoreUnusable, open_database
-from unicron_lightning.coordinator.storage.event_log import EVENT_BYTES_KEPT, EventLog
-from unicron_lightning.errors import ConfigError
-from unicron_lightning.private_files import open_private
+from unicron_lightning.errors import ConfigError, UnicronError
+from unicron_lightning.private_files import FILE_MODE, make_private, open_private, user_path
 
 logger = logging.getLogger(__name__)
+
+
+_SCHEMA_VERSION = 2
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS tasks (id TEXT PRIMARY KEY, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS events (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, name TEXT NOT NULL, task TEXT, incident TEXT,
+    fields TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS lasting (only INTEGER PRIMARY KEY CHECK (only = 1), state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS unreadable (id TEXT NOT NULL, at REAL NOT NULL, reason TEXT NOT NULL, state BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS events_of_task ON events (task, seq);
+"""
+_FILES = ("", "-wal", "-shm", "-journal")
+
+
+def default_state_dir(host: str, port: int) -> Path:
+    """Return the default folder of the state of a coordinator at this endpoint."""
+    if os.environ.get("UNICRON_STATE_DIR"):
+        return Path(os.environ["UNICRON_STATE_DIR"])
+    return user_path() / f"{host}-{port}"
+
+
+def prepare_state_dir(path: Path) -> None:
+    """Create the directory (mode 0700, parents too).
+
+    Raises:
+        ConfigError: it cannot be created, or others can write to it or to its parents; see `folders.make_private`.
+    """
+    try:
+        make_private(path)
+    except OSError as error:
+        raise ConfigError(f"store.state_dir={path}: {error.strerror or error}; expected a folder of yours") from error
+
+
+class StoreUnusable(UnicronError):
+    """The state folder or its database cannot be used, e.g. the disk is full; the message quotes path and reason."""
+
+
+def _open_database(path: Path) -> tuple[sqlite3.Connection, Path | None]:
+    """Open the database; create it if it does not exist.
+
+    Returns:
+        The connection, and the new name of a corrupt database that was set aside, or None.
+
+    Raises:
+        ConfigError: a newer version of the package wrote the database.
+        StoreUnusable: it can be neither opened nor set aside: disk full, no permission, or locked.
+    """
+    try:
+        try:
+            return _open(path), None
+        except _Corrupt as found:
+            logger.error("store_set_aside path=%s renamed=%s error=%s", path, found.aside, found)
+            return _open(path), found.aside
+    except (sqlite3.Error, OSError, _Corrupt) as error:
+        raise StoreUnusable(
+            f"can't use {path}: {error}; expected a folder in which this user can write, on a disk with free space"
+        ) from error
+
+
+class _Corrupt(Exception):
+    """The file was not a valid database and has been renamed."""
+
+    def __init__(self, reason: str, aside: Path) -> None:
+        super().__init__(reason)
+        self.aside = aside
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """Open the file and set its mode, which SQLite copies to its companion files."""
+    if not path.exists():
+        os.close(open_private(path, os.O_RDWR))
+    elif path.is_file():
+        path.chmod(FILE_MODE)
+    database = sqlite3.connect(path, isolation_level=None)
+    try:
+        _prepare(database, path)
+    except sqlite3.OperationalError:
+        database.close()
+        raise  # full disk, missing permission or lock: the file may be intact
+    except sqlite3.DatabaseError as error:
+        aside = _set_aside(path)  # before closing, which deletes the write-ahead log
+        database.close()
+        raise _Corrupt(str(error), aside) from error
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _prepare(database: sqlite3.Connection, path: Path) -> None:
+    database.execute("PRAGMA journal_mode=WAL")
+    database.execute("PRAGMA synchronous=NORMAL")
+    (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise sqlite3.DatabaseError(found)
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    if version > _SCHEMA_VERSION:
+        raise ConfigError(f"store.state_dir={path.parent} was written by a newer version (schema {version})")
+    database.executescript(_SCHEMA)
+    database.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename the database and its companion files; SQLite opens the renamed files together."""
+    stem = f"{path.name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}"
+    aside, number = path.with_name(stem), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{stem}-{number}")
+    for suffix in _FILES:
+        part = path.with_name(path.name + suffix)
+        if part.exists():
+            part.replace(aside.with_name(aside.name + suffix))
+    return aside
+
+
+MOST_FIELD_BYTES: Final = 16 << 10
+"""Limit of the encoded fields of one event."""
+_EVENT_BYTES_KEPT: Final = 64 << 20
+"""Limit of the encoded fields of all events."""
+PAGE_BYTES: Final = 4 << 20
+"""Limit of the encoded fields of one answer's events."""
+_MOST_VALUE_BYTES: Final = 1 << 10
+_MOST_FIELDS: Final = 8
+_AT_ONCE: Final = 2000
+
+
+def encoded(fields: dict[str, Any]) -> str:
+    """Encode the fields of an event as JSON, cut if they are too large."""
+    whole = state.encode(fields)
+    if len(whole) <= MOST_FIELD_BYTES:
+        return whole.decode()
+    kept: dict[str, Any] = {name[:100]: _cut(value) for name, value in list(fields.items())[:_MOST_FIELDS]}
+    return state.encode({**kept, "cut_from_bytes": len(whole)}).decode()
+
+
+def _cut(value: Any) -> Any:
+    data = state.encode(value)
+    if len(data) <= _MOST_VALUE_BYTES:
+        return value
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode(errors="replace")
+    return f"{text[: _MOST_VALUE_BYTES // 2]}... (cut, {len(data)} bytes)"
+
+
+class EventLog:
+    """Tracks the size of the table of events; deletes the oldest ones beyond the bounds.
+
+    Args:
+        database: contains the table.
+        number: newest events that are kept.
+        size: bytes of their fields that are kept.
+    """
+
+    def __init__(self, database: sqlite3.Connection, number: int, size: int = _EVENT_BYTES_KEPT) -> None:
+        self._db = database
+        self._most, self._most_bytes = number, size
+        found = database.execute("SELECT count(*), coalesce(sum(length(fields)), 0) FROM events").fetchone()
+        self.held: tuple[int, int] = (found[0], found[1])
+        """Events and bytes in the table; a caller that rolls a transaction back restores it."""
+
+    def append(self, at: float, event: Emit) -> None:
+        """Append an event, within the caller's transaction."""
+        text = encoded(event.fields)
+        self._db.execute(
+            "INSERT INTO events (at, name, task, incident, fields) VALUES (?, ?, ?, ?, ?)",
+            (at, event.name, event.task, event.incident, text),
+        )
+        number, size = self.held
+        self.held = number + 1, size + len(text)
+
+    def prune(self) -> None:
+        """Delete some of the oldest events if there are too many, within the caller's transaction."""
+        if self._fits():
+            return
+        last = 0
+        for seq, size in self._db.execute("SELECT seq, length(fields) FROM events ORDER BY seq LIMIT ?", (_AT_ONCE,)):
+            last, self.held = seq, (self.held[0] - 1, self.held[1] - size)
+            if self._fits():
+                break
+        self._db.execute("DELETE FROM events WHERE seq <= ?", (last,))
+
+    def _fits(self) -> bool:
+        number, size = self.held
+        return number <= self._most and size <= self._most_bytes
+
 
 _UNREADABLE: Final = (msgspec.DecodeError, ValueError, RecursionError)
 _EVENTS_KEPT = 100_000
@@ -92,7 +284,7 @@ class StoredState:
         incident: str | None = None,
         since: int = 0,
         limit: int = 10_000,
-        most_bytes: int = EVENT_BYTES_KEPT,
+        most_bytes: int = _EVENT_BYTES_KEPT,
         newest: bool = False,
     ) -> list[LoggedEvent]:
         """Return events with a sequence number above ``since``, oldest first; None selects all tasks, names, incidents.
@@ -133,7 +325,7 @@ class Store(StoredState):
     def __init__(self, state_dir: Path, *, events_kept: int = _EVENTS_KEPT) -> None:
         self._lock = _lock(state_dir)
         try:
-            database, self.corrupt = open_database(state_dir / "coordinator.sqlite")
+            database, self.corrupt = _open_database(state_dir / "coordinator.sqlite")
         except BaseException:
             os.close(self._lock)
             raise

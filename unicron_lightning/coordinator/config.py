@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
 from unicron_lightning.coordinator.events import Limits
-from unicron_lightning.coordinator.severity.errors import SEVERITY
+from unicron_lightning.coordinator.severity.record import SEVERITY
 from unicron_lightning.detection.health import HealthLimits, Pattern
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.errors import ConfigError
@@ -260,7 +260,7 @@ class SeverityConfig:
 
 
 @dataclass(kw_only=True)
-class PatternConfig:
+class _PatternConfig:
     """One of ``health.patterns``."""
 
     pattern: str = ""
@@ -273,7 +273,7 @@ class PatternConfig:
 class HealthConfig(HealthLimits):
     """Group ``health``: kinds of errors, and limits of a healthy node. See docs/detection.md."""
 
-    patterns: list[PatternConfig] = field(default_factory=list)
+    patterns: list[_PatternConfig] = field(default_factory=list)
     """Patterns of errors and their kinds, consulted before the built-in table."""
     nan_loss: str = "tell"
     """Reaction to a loss that is NaN or infinite: ``tell`` (log an error), or ``stop`` the task."""

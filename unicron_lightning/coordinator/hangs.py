@@ -1,42 +1,135 @@
 """Hangs, from the first report of an overdue worker to the report of the rank that hangs.
 
-The coordinator asks the members for their activity, and `verdict.judge` determines the ranks that hang. The agent of
+The coordinator asks the members for their activity, and `judge` determines the ranks that hang. The agent of
 such a rank records its stacks and reports an error (`wire.ErrorReport`) of kind `task_hang`, which the severity
 workflow handles. This state does not outlive the coordinator: an overdue worker repeats its report every second.
+
+**The verdict** is pure: from the reported activities of an epoch's members. When one rank hangs, all ranks are overdue:
+the others wait for it in a collective. So a rank blocked in a collective is waiting, and a rank that is overdue
+elsewhere is the one that hangs. A rank that does not even report has no running thread left. If all ranks wait in a
+collective, none of them hangs: the connections do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.actions import Turn
-from unicron_lightning.coordinator.connectivity import partition
+from unicron_lightning.coordinator import connectivity
+from unicron_lightning.coordinator.actions import Part, Turn, on
 from unicron_lightning.coordinator.incidents.facts import ErrorFact
 from unicron_lightning.coordinator.membership import epochs
-from unicron_lightning.coordinator.part import Part, on
-from unicron_lightning.coordinator.severity import apply, reports
-from unicron_lightning.coordinator.severity.errors import SEVERITY
-from unicron_lightning.coordinator.severity.record import Failure
+from unicron_lightning.coordinator.severity import apply
+from unicron_lightning.coordinator.severity.record import SEVERITY, Failure
 from unicron_lightning.coordinator.severity.workflow import Error
 from unicron_lightning.coordinator.state import Agent, Task, WatchRecord, Worker
-from unicron_lightning.coordinator.watch.verdict import LONG_WAIT, hopeless, judge
+
+_LONG_WAIT: Final = 1.0
+"""Seconds in one collective after which a member may not reach the others. A probe clarifies it at a low cost."""
+_ENDED_WAIT: Final = 4.0
+"""Seconds after which nothing more arrives from a worker whose program has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The conclusion of `judge`.
+
+    Attributes:
+        culprits: members that hang.
+        collective: whether the communicator hangs.
+        mute: whether the culprits are those that have not answered.
+    """
+
+    culprits: tuple[str, ...] = ()
+    collective: bool = False
+    mute: bool = False
+
+
+NOTHING = Verdict()
+
+
+def hopeless(members: Sequence[str], said: Mapping[str, wire.ActivityReport], *, finished: bool) -> str:
+    """Return why the collectives in which all members wait can't be completed; "" if they can.
+
+    A collective that not all ranks have entered is never completed. The members of an epoch run the same operations in
+    the same order, so one that waits in another operation has a script on another path.
+
+    Args:
+        members: live members of the training epoch.
+        said: newest activity of each member that has reported in this epoch.
+        finished: whether the programs of other members have ended.
+    """
+    reports = [said[member] for member in members if member in said]
+    waits = min((report.waits for report in reports), default=0.0)
+    if len(reports) < len(members) or waits < _LONG_WAIT:
+        return ""
+    places = {(report.epoch, report.position) for report in reports}
+    names = sorted({report.operation for report in reports})
+    if len(places) == 1 and len(names) > 1 and "" not in names:
+        return f"the members wait in different operations: {' and '.join(map(repr, names))}"
+    if finished and waits >= _ENDED_WAIT:
+        return f"the members wait in {' and '.join(map(repr, names))} for workers whose program has ended"
+    return ""
+
+
+def judge(
+    members: Sequence[str],
+    said: Mapping[str, wire.ActivityReport],
+    *,
+    reachable: frozenset[str],
+    asked: float,
+    mute_time: float,
+    collective_time: float,
+    stall_time: float,
+) -> Verdict:
+    """Judge a task with an overdue member.
+
+    Args:
+        members: members of the training epoch.
+        said: activity of each member that has reported since one was overdue.
+        reachable: members whose agents are connected.
+        asked: seconds since all members were first asked.
+        mute_time: seconds after which a reachable member without an answer is silent: its agent inspects it.
+        collective_time: seconds that all members may wait in a collective.
+        stall_time: seconds that an overdue member may take while no other waits for it.
+    """
+    answers = [said[member] for member in members if member in said]
+    waiting = [doing for doing in answers if doing.waiting]
+    elsewhere = [doing for doing in answers if not doing.waiting]
+    late = [doing for doing in elsewhere if doing.overdue]
+    if waiting and late:
+        return Verdict(culprits=tuple(doing.worker for doing in late))
+    # No member waits for them: everything may be slow at the same time, or there is no other member.
+    stalled = tuple(doing.worker for doing in late if doing.seconds > stall_time)
+    if stalled:
+        return Verdict(culprits=stalled)
+    if elsewhere or not any(doing.overdue for doing in answers):
+        return NOTHING
+    mute = [member for member in members if member not in said]
+    if not mute:
+        return Verdict(collective=True) if asked >= collective_time else NOTHING
+    if asked >= mute_time and reachable.issuperset(mute):
+        return Verdict(culprits=tuple(mute), mute=True)
+    return NOTHING
+
 
 BETWEEN: Final = ("validation", "checkpoint", "epoch_end")
 """Phases between steps that end with a wait for all ranks; the same as the workers' `activity.BETWEEN`."""
-FIRST_PAUSE: Final = 0.15
+_FIRST_PAUSE: Final = 0.15
 ANSWER_SECONDS: Final = 0.1
 """Seconds after which the agent of a member that has not answered inspects it."""
 PATIENCE: Final = 3.0
 """A silent member that computes may take this multiple of the limit of the members that wait for it."""
-LAST_PAUSE: Final = 2.0
-STACKS_SECONDS: Final = 2.0
+_LAST_PAUSE: Final = 2.0
+_STACKS_SECONDS: Final = 2.0
 """Seconds after which an agent that has not reported stacks is assumed to have none."""
 
 
-def receive_activity(task: Task, turn: Turn, agent: Agent, message: wire.ActivityReport) -> None:
+def _receive_activity(task: Task, turn: Turn, agent: Agent, message: wire.ActivityReport) -> None:
     """Handle a worker's report of its activity."""
     worker = task.workers.get(message.worker)
     if worker is None or worker.agent != agent.id or not _trains(task, message.epoch):
@@ -44,15 +137,15 @@ def receive_activity(task: Task, turn: Turn, agent: Agent, message: wire.Activit
     watch = _watch(task)
     if worker.id not in task.established:
         return
-    if message.waiting and message.waits >= LONG_WAIT:
-        partition.suspect(task, turn, weakly=True)
+    if message.waiting and message.waits >= _LONG_WAIT:
+        connectivity.suspect(task, turn, weakly=True)
     known = worker.id in watch.reports
     watch.reports[worker.id] = message
-    if message.waits >= LONG_WAIT and (why := hopeless(_members(task), watch.reports, finished=task.finishing)):
+    if message.waits >= _LONG_WAIT and (why := hopeless(_members(task), watch.reports, finished=task.finishing)):
         _communicator_hangs(task, turn, watch, why)
         return
     if message.overdue and not watch.since:
-        watch.since, watch.pause = turn.now, FIRST_PAUSE
+        watch.since, watch.pause = turn.now, _FIRST_PAUSE
         watch.reports = {worker.id: message}
         _ask(task, turn)
     # Thousands of waiting workers report every second: they are judged once all have reported, and by the timer.
@@ -77,7 +170,7 @@ def _watch_due(task: Task, turn: Turn) -> None:
     watch.inspected = {name: order for name, order in watch.inspected.items() if not order.silent}
     _judge(task, turn, watch)
     if watch.since:
-        watch.pause = min(2 * watch.pause, LAST_PAUSE)
+        watch.pause = min(2 * watch.pause, _LAST_PAUSE)
         _ask(task, turn)
 
 
@@ -105,7 +198,7 @@ def _stacks_due(task: Task, turn: Turn, agent: Agent) -> None:
                 at=turn.now,
                 details={**inspect.details, "stacks": ""},
             )
-            reports.handle_error(task, turn, agent, report)
+            apply.handle_error(task, turn, agent, report)
 
 
 def _trains(task: Task, epoch: int) -> bool:
@@ -152,7 +245,7 @@ def _judge(task: Task, turn: Turn, watch: WatchRecord) -> None:
         stall_time=limits.watch.stall_time,
     )
     if all(member in watch.reports and watch.reports[member].waiting for member in members):
-        partition.suspect(task, turn)
+        connectivity.suspect(task, turn)
     if verdict.collective:
         where, seconds = next(iter(watch.reports.values())).phase, turn.now - watch.since
         cause = f"all {len(watch.reports)} members wait in {where}, none is missing, for {seconds:.1f} s"
@@ -194,7 +287,7 @@ def _inspect(task: Task, turn: Turn, order: wire.Inspect) -> None:
         return
     task.watch.inspected[order.worker] = order
     turn.send(agent, order)
-    turn.timer("stacks", STACKS_SECONDS, task=task.id, agent=agent.id)
+    turn.timer("stacks", _STACKS_SECONDS, task=task.id, agent=agent.id)
 
 
 def _communicator_hangs(task: Task, turn: Turn, watch: WatchRecord, cause: str) -> None:
@@ -222,7 +315,7 @@ def _communicator_hangs(task: Task, turn: Turn, watch: WatchRecord, cause: str) 
 
 PART: Final = Part(
     restore=restore,
-    receivers=(on(wire.ActivityReport, receive_activity),),
+    receivers=(on(wire.ActivityReport, _receive_activity),),
     timers={"watch": _watch_due},
     agent_timers={"start": _start_due, "stacks": _stacks_due},
 )

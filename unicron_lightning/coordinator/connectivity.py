@@ -5,44 +5,197 @@ Rules:
 * A suspicion arises when all members wait in a collective for longer than usual, when one has waited for a second, when
   a collective has failed, and when a settled epoch is not entered for a while. The members' agents then probe each
   other (`wire.Probe`). Suspicions by a wait alone, which may be for a slow rank, lead to fewer and fewer probes.
-* If some nodes do not reach each other, the task continues on the set of nodes that `reachability.continuing` chooses.
+* If some nodes do not reach each other, the task continues on the set of nodes that `continuing` chooses.
   The slots of the other nodes are revoked: their workers stop, and are restarted as warm workers.
 * Only agents that have answered are judged. An agent that does not answer may be dead, which its connection will show.
 * Excluded nodes and the others probe each other periodically. A node returns when it and all others reach each other:
   at once after its first exclusion, and after a delay that doubles with each further one.
 * No node is excluded when no other node is left. Every epoch is the coordinator's, so two worlds never coexist.
+
+**The choice of the nodes that continue** when some cannot reach each other is pure. The nodes of a task that reach each
+other form a graph. The task continues on a *clique* of it: a set in which each node reaches every other one. Among all
+such sets the chosen one has, in descending priority,
+
+1. a node whose workers hold the task's state,
+2. the most complete replicas of the model,
+3. the most workers,
+4. the earliest nodes in slot order.
+
+Equal reports lead to equal sets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.actions import Turn
-from unicron_lightning.coordinator.connectivity.reachability import Candidate, Pair, continuing, returning
+from unicron_lightning.coordinator.actions import Part, Turn, on
 from unicron_lightning.coordinator.incidents.facts import ErrorFact
 from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.membership.slots import revoke
-from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.state import Agent, NodeExclusion, Task, Worker
+
+Pair = frozenset[str]
+"""Two nodes, at least one of which cannot connect to the other."""
+
+_MOST_GROUPS: Final = 24
+"""Largest number of groups that are compared in all combinations.
+
+A group consists of nodes that are cut from the same others; a partitioned network has two or three groups. With more
+groups, groups are removed until none is cut from another.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A node with workers.
+
+    Attributes:
+        node: its label.
+        workers: number of its workers.
+        holds_state: whether they have the task's state.
+    """
+
+    node: str
+    workers: int = 1
+    holds_state: bool = True
+
+
+def continuing(
+    candidates: Sequence[Candidate], cut: Collection[Pair], replicas: Sequence[Collection[str]] = ()
+) -> list[str]:
+    """Choose the nodes that continue.
+
+    Args:
+        candidates: in slot order.
+        cut: pairs that cannot reach each other, in either direction.
+        replicas: nodes of each complete replica of the model; empty if each worker holds the whole model.
+
+    Returns:
+        Labels in slot order: all of them if nothing is cut, and at least one unless there are no candidates.
+    """
+    order = {candidate.node: place for place, candidate in enumerate(candidates)}
+    away = neighbours(order, cut)
+    concerned = [node for node in order if away[node]]
+    free = [node for node in order if not away[node]]
+
+    def worth(chosen: Collection[str]) -> tuple[bool, int, int, list[int]]:
+        there = [candidate for candidate in candidates if candidate.node in chosen]
+        whole = sum(all(node in chosen for node in replica) for replica in replicas)
+        return (
+            any(candidate.holds_state for candidate in there),
+            whole,
+            sum(candidate.workers for candidate in there),
+            [-order[candidate.node] for candidate in there],
+        )
+
+    groups = _alike(concerned, away)
+    firsts = [group[0] for group in groups]
+    sets = _maximal(firsts, away) if len(groups) <= _MOST_GROUPS else iter([_without_the_worst(groups, away)])
+    best: set[str] = set()
+    for found in sets:
+        chosen = {*free, *(node for group in groups if group[0] in found for node in group)}
+        if not best or worth(chosen) > worth(best):
+            best = chosen
+    return [node for node in order if node in best]
+
+
+def returning(inside: Collection[str], outside: Sequence[str], cut: Collection[Pair]) -> list[str]:
+    """Choose the nodes to readmit: each reaches all nodes inside, and those chosen before it.
+
+    Args:
+        inside: nodes that continue.
+        outside: excluded nodes, in the order in which they may return.
+        cut: pairs that cannot reach each other.
+    """
+    chosen: list[str] = []
+    for node in outside:
+        if not any(frozenset((node, other)) in cut for other in (*inside, *chosen)):
+            chosen.append(node)
+    return chosen
+
+
+def neighbours(nodes: Collection[str], cut: Collection[Pair]) -> Mapping[str, set[str]]:
+    """Return for each node the nodes that it cannot reach, or that cannot reach it."""
+    away: dict[str, set[str]] = {node: set() for node in nodes}
+    for one, other in (sorted(pair) for pair in cut if len(pair) == 2):
+        if one in away and other in away:
+            away[one].add(other)
+            away[other].add(one)
+    return away
+
+
+def _alike(nodes: Sequence[str], away: Mapping[str, set[str]]) -> list[list[str]]:
+    """Group nodes that are cut from the same others: a maximal set contains all of a group, or none."""
+    groups: dict[frozenset[str], list[str]] = {}
+    for node in nodes:
+        groups.setdefault(frozenset(away[node]), []).append(node)
+    return list(groups.values())
+
+
+def _without_the_worst(groups: Sequence[Sequence[str]], away: Mapping[str, set[str]]) -> list[str]:
+    """Remove the group that is cut from the most nodes, among equals the last, until the remaining ones reach each
+    other.
+
+    Returns:
+        The first nodes of the remaining groups, and of further groups that fit beside them.
+    """
+    firsts = [group[0] for group in groups]
+    left = {first: {other for other in away[first] if other in firsts} for first in firsts}
+    sizes = {group[0]: len(group) for group in groups}
+    order = {first: place for place, first in enumerate(firsts)}
+    while any(left.values()):
+        worst = max(left, key=lambda first: (sum(sizes[other] for other in left[first]), order[first]))
+        for other in left.pop(worst):
+            left[other].discard(worst)
+    return [*left, *returning(left, [f for f in firsts if f not in left], _pairs(firsts, away))]
+
+
+def _pairs(nodes: Sequence[str], away: Mapping[str, set[str]]) -> set[Pair]:
+    return {frozenset((node, other)) for node in nodes for other in away[node]}
+
+
+def _maximal(
+    possible: Sequence[str], away: Mapping[str, set[str]], chosen: Sequence[str] = (), done: Sequence[str] = ()
+) -> Iterator[list[str]]:
+    """Yield each mutually reachable set that no further node fits into, in a deterministic order.
+
+    Uses the algorithm of Bron and Kerbosch.
+
+    Args:
+        possible: nodes that reach all chosen ones.
+        away: nodes that do not reach each node.
+        chosen: nodes of the sets to find.
+        done: further nodes that reach all chosen ones; the sets with these were found before.
+    """
+    if not possible:
+        yield from [] if done else [[*chosen]]
+        return
+    pivot = min((*possible, *done), key=lambda node: sum(other in away[node] for other in possible))
+    for node in [node for node in possible if node in away[pivot] or node == pivot]:
+        fitting = [other for other in possible if other != node and other not in away[node]]
+        yield from _maximal(fitting, away, (*chosen, node), [other for other in done if other not in away[node]])
+        possible, done = [other for other in possible if other != node], [*done, node]
+
 
 ANSWER_SECONDS: Final = 1.5
 """Time to wait for an agent's answer after the probe's own time limit."""
-PAUSE_SECONDS: Final = 2.0
+_PAUSE_SECONDS: Final = 2.0
 """Least time between a probe and the next one."""
-LONGEST_PAUSE: Final = 60.0
+_LONGEST_PAUSE: Final = 60.0
 """Longest time between probes for suspicions by a wait alone; it doubles with each probe without a cut."""
-ENTER_SECONDS: Final = 2.0
+_ENTER_SECONDS: Final = 2.0
 """Time after which members that have not entered a settled epoch are suspected, and interval of further suspicions."""
-FIRST_LOOKS: Final = 5
+_FIRST_LOOKS: Final = 5
 """Number of these checks if it is unknown whether workers report that they have entered an epoch."""
 RETRY_SECONDS: Final = 1.0
-LATER_RETRY_SECONDS: Final = 5.0
+_LATER_RETRY_SECONDS: Final = 5.0
 """Interval of probes of nodes that were excluded more than a minute ago."""
-STOP_SECONDS: Final = 1.0
+_STOP_SECONDS: Final = 1.0
 """Time after which workers of an excluded node are killed: while they wait for others, they do not handle signals."""
-LONGEST_WAIT: Final = 60.0
+_LONGEST_WAIT: Final = 60.0
 WINDOW_SECONDS: Final = 600.0
 """Age beyond which an exclusion does not delay a node's return."""
 _MINUTE: Final = 60.0
@@ -87,7 +240,7 @@ def watch(task: Task, turn: Turn) -> None:
     probing = task.probing
     if task.settled and probing.entering != task.number and len({member.node for member in task.members()}) > 1:
         probing.entering, probing.looks = task.number, 0
-        turn.timer("enter", ENTER_SECONDS, task=task.id)
+        turn.timer("enter", _ENTER_SECONDS, task=task.id)
 
 
 def review(task: Task, turn: Turn) -> None:
@@ -144,7 +297,7 @@ def _probe_again(task: Task, turn: Turn) -> None:
 def _again(task: Task, turn: Turn) -> None:
     if left_out := _left_out(task):
         lately = any(turn.now - task.probing.nodes[node].times[-1] < _MINUTE for node in left_out)
-        turn.timer("parted", RETRY_SECONDS if lately else LATER_RETRY_SECONDS, task=task.id)
+        turn.timer("parted", RETRY_SECONDS if lately else _LATER_RETRY_SECONDS, task=task.id)
 
 
 def _look_at_entries(task: Task, turn: Turn) -> None:
@@ -153,9 +306,9 @@ def _look_at_entries(task: Task, turn: Turn) -> None:
         return
     missing = [m.worker for m in task.live_members() if task.workers[m.worker].entered != task.number]
     probing.looks += 1
-    if missing and (record.reports_entry or probing.looks <= FIRST_LOOKS):
+    if missing and (record.reports_entry or probing.looks <= _FIRST_LOOKS):
         suspect(task, turn)
-        turn.timer("enter", ENTER_SECONDS, task=task.id)
+        turn.timer("enter", _ENTER_SECONDS, task=task.id)
 
 
 def _conclude(task: Task, turn: Turn) -> None:
@@ -167,8 +320,8 @@ def _conclude(task: Task, turn: Turn) -> None:
     asked, missed = probing.asked, probing.missed
     probing.asked, probing.missed = [], {}
     probing.clean = 0 if any(missed.values()) else probing.clean + 1
-    probing.rests_until = turn.now + PAUSE_SECONDS
-    probing.weak_rests_until = turn.now + min(LONGEST_PAUSE, PAUSE_SECONDS * 2.0 ** min(probing.clean, 10))
+    probing.rests_until = turn.now + _PAUSE_SECONDS
+    probing.weak_rests_until = turn.now + min(_LONGEST_PAUSE, _PAUSE_SECONDS * 2.0 ** min(probing.clean, 10))
     answered = {agent: task.agents[agent].node for agent in missed if agent in task.agents}
     cut = {
         frozenset((answered[agent], answered[peer]))
@@ -217,7 +370,7 @@ def _part(task: Task, turn: Turn, cut: set[Pair]) -> None:
             if agent.id in task.slots:
                 for worker in task.workers_of(agent.id):
                     epochs.remove_worker(task, worker)
-                revoke(task, turn, agent, reason, STOP_SECONDS)
+                revoke(task, turn, agent, reason, _STOP_SECONDS)
     turn.places_changed = True
     turn.timer("parted", RETRY_SECONDS, task=task.id)
 
@@ -255,7 +408,7 @@ def wait_of(times: int) -> float:
     """Return the seconds for which a node must reach the others before it returns, after ``times`` recent
     exclusions.
     """
-    return 0.0 if times <= 1 else min(LONGEST_WAIT, 2.0 ** min(times - 1, 10))
+    return 0.0 if times <= 1 else min(_LONGEST_WAIT, 2.0 ** min(times - 1, 10))
 
 
 def _admit(task: Task, turn: Turn, node: str) -> None:

@@ -1,1 +1,0 @@
-"""Who may connect to the coordinator, and how: its port, encryption, mutual proof and limits."""

@@ -1,1 +1,0 @@
-"""Configuration of the coordinator; every key with unit, default and reason: docs/configuration.md."""

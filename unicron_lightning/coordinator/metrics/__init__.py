@@ -1,1 +1,0 @@
-"""Figures of the coordinator for Prometheus: what is counted, time by kind, and their exposition."""
