@@ -14,7 +14,7 @@ from unicron_lightning import environ
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.terms import Terms
 from unicron_lightning.wire.fields import MOST_WEIGHT, shortened
-from unicron_lightning.wire.replicas import Layout
+from unicron_lightning.wire.subjects import Layout
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST_TOGETHER: Final = 1000

@@ -17,7 +17,6 @@ from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 
-from unicron_lightning.address import address_of
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnproven
 from unicron_lightning.proof import (
@@ -36,6 +35,7 @@ from unicron_lightning.tls import (
     Certificate,
     TlsExpected,
     Trust,
+    address_of,
     client_context,
     encrypted,
     explained,

@@ -8,23 +8,55 @@ unless the port requires TLS; on any other address it is TLS. The certificate is
 - a fingerprint: the certificate has this SHA-256.
 
 With a CA or a fingerprint the proof of the token is required as well. TLS is 1.3 or newer.
+
+`address_of` is the address of a connection's end as text that both ends compute independently.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import ipaddress
 import logging
 import re
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from unicron_lightning.credentials import is_loopback
 from unicron_lightning.errors import ConfigError, CoordinatorUnproven
 
 logger = logging.getLogger(__name__)
+
+
+def address_of(end: Any) -> str:
+    """Return the address of a socket's end, given as by `socket.getsockname` or `getpeername`.
+
+    Loopback addresses exist on every machine, so a mark of the machine is added to them.
+    """
+    address = ipaddress.ip_address(str(end[0]).partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    text = f"[{address}]:{end[1]}"
+    return f"{text}@{_machine()}" if address.is_loopback else text
+
+
+@functools.lru_cache(maxsize=1)
+def _machine() -> str:
+    """Return a mark of this boot of the machine and of this network namespace, the same for all users."""
+    boot = _read(lambda: Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
+    namespace = _read(lambda: str(Path("/proc/self/ns/net").readlink()))
+    return hashlib.sha256(f"{boot}|{namespace}".encode()).hexdigest()[:16]
+
+
+def _read(read: Callable[[], str]) -> str:
+    try:
+        return read().strip()
+    except OSError:
+        return ""
+
 
 AUTO: Final = "auto"
 CA_FILE: Final = "ca.pem"
@@ -80,7 +112,7 @@ class TlsExpected(CoordinatorUnproven):
     """The port speaks TLS, the client did not."""
 
 
-class WrongCertificate(ssl.SSLError):
+class _WrongCertificate(ssl.SSLError):
     """The other end's certificate differs from the expected one."""
 
 
@@ -157,13 +189,13 @@ class Certificate:
         """Compare the certificate of a connection, before anything is sent over it.
 
         Raises:
-            WrongCertificate: the certificate differs.
+            _WrongCertificate: the certificate differs.
         """
         found = fingerprint_of(shown or b"")
         if self._pinned is not None and found != self._pinned:
-            raise WrongCertificate(f"its certificate is sha256:{found}, expected sha256:{self._pinned}")
+            raise _WrongCertificate(f"its certificate is sha256:{found}, expected sha256:{self._pinned}")
         if self.seen is not None and found != self.seen:
-            raise WrongCertificate("its certificate has changed between two connections")
+            raise _WrongCertificate("its certificate has changed between two connections")
         self.seen = found
 
 
@@ -241,7 +273,7 @@ def ssl_error_in(error: BaseException | None) -> ssl.SSLError | None:
 
 def explained(endpoint: str, error: ssl.SSLError, trust: Trust) -> CoordinatorUnproven:
     """Return the one-line error of a failed TLS connection."""
-    if isinstance(error, WrongCertificate):
+    if isinstance(error, _WrongCertificate):
         said = str(error.args[0])
     elif isinstance(error, ssl.SSLCertVerificationError):
         said = _unverified(endpoint, error, trust)

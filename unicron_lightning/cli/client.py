@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from unicron_lightning import environ
-from unicron_lightning.address import address_of
 from unicron_lightning.cli.output import visible
 from unicron_lightning.credentials import Token, token_for
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
@@ -43,6 +42,7 @@ from unicron_lightning.tls import (
     Certificate,
     TlsExpected,
     Trust,
+    address_of,
     client_context,
     encrypted,
     explained,

@@ -51,7 +51,6 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from unicron_lightning.address import address_of
 from unicron_lightning.coordinator.config import ProcessConfig
 from unicron_lightning.credentials import Token, is_loopback
 from unicron_lightning.detection.silence import Lateness
@@ -68,7 +67,7 @@ from unicron_lightning.proof import (
     same,
     scrape_credential,
 )
-from unicron_lightning.tls import AUTO, fingerprint_of, load_pem, name_of
+from unicron_lightning.tls import AUTO, address_of, fingerprint_of, load_pem, name_of
 from unicron_lightning.wire.fields import shortened
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@
               -  [TP x PP of x' is not that of x] * F(t,x) * D_relayout
 
 T is the achieved aggregate FLOP/s, D_running(n') the expected seconds to the next failure with n' workers, D_transition
-the expected seconds of a change, x the task's workers before and x' those of the plan. F is a `Curve`; `solver.reward_of`
-computes G.
+the expected seconds of a change, x the task's workers before and x' those of the plan. F is a `Curve`;
+`solver.reward_of` computes G.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Traces: faults of a cluster's nodes and workers over time, in a total order.
 
-Faults are sorted by (time, place of the kind in `severity.record.SEVERITY`, node, worker, repair), so that a trace of the same
-faults is the same whatever order they were listed in, and simultaneous faults have one sequence. A fault of a node that
-is already down only prolongs its absence, if it lasts longer.
+Faults are sorted by (time, place of the kind in the table of severities, node, worker, repair), so that a trace of the
+same faults is the same whatever order they were listed in, and simultaneous faults have one sequence. A fault of a node
+that is already down only prolongs its absence, if it lasts longer.
 
 Two groups of kinds interrupt nothing when they happen:
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from unicron_lightning.jobs import Job
-from unicron_lightning.wire.coordinator import Refused
+from unicron_lightning.wire import Refused
 from unicron_lightning.wire.fields import Code, Count, Host, Message, Name, Pid, Wall
 
 

@@ -12,7 +12,7 @@ import hashlib
 import msgspec
 
 from unicron_lightning.errors import UnicronError
-from unicron_lightning.wire.coordinator import Arrival, Epoch, EpochChange, Member
+from unicron_lightning.wire import Arrival, Epoch, EpochChange, Member
 
 _encode = msgspec.json.Encoder().encode
 

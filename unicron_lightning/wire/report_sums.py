@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
-from unicron_lightning.wire.coordinator import Go, Holders, Standing
+from unicron_lightning.wire import Go, Holders, Standing
 
 
 def summed(epoch: int, states: Sequence[Mapping[str, Any]]) -> Go:

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from unicron_lightning.address import address_of
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnproven
 from unicron_lightning.proof import (
@@ -21,6 +20,7 @@ from unicron_lightning.proof import (
     new_nonce,
     parse_authorization,
 )
+from unicron_lightning.tls import address_of
 
 HERE = "[127.0.0.1]:1@m"
 TOKEN = Token(secret="secret", origin="a test")
