@@ -6,7 +6,8 @@ The notification hook: a command of the operator's that is run for selected even
 
 The command gets the event as one line of JSON on its standard input, with the keys of `storage.LoggedEvent` but
 ``seq``, and its name and task in variables. It decides nothing: the coordinator does not wait for it, and a command
-that fails or takes too long is logged. Text of events comes from scripts and nodes, so it is never part of the command line.
+that fails or takes too long is logged. Text of events comes from scripts and nodes, so it is never part of the command
+line.
 """
 
 from __future__ import annotations
