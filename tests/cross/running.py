@@ -28,7 +28,7 @@ ORDER_SECONDS: Final = 10.0
 """Most time in which the coordinator answers an order."""
 PASSED: Final = f"{FitPassed.__module__}.{FitPassed.__qualname__}: "
 """Ends a worker that began late; the task may be over before its replacement comes."""
-EVENTS: Final = ("agent_registered", "worker_ready_to_join", "epoch_published", "epoch_settled", "task_over")
+EVENTS: Final = ("worker_ready_to_join", "epoch_published", "epoch_settled", "task_over")
 LATE_SECONDS: Final = 5.0
 """Most time in which a worker that is ready becomes a member, where many processes share a core."""
 HOLDERS: Final = 2
@@ -183,8 +183,13 @@ def _again(events: list[dict[str, Any]], folder: Path) -> bool:
 
 
 def _came_at_the_end(events: list[dict[str, Any]]) -> int:
-    """Return the number of agents whose workers were ready so shortly before the end that no epoch had them."""
-    named = {name: [event for event in events if event["name"] == name] for name in EVENTS}
+    """Return the number of agents whose workers were ready so shortly before the end that no epoch had them.
+
+    Epochs of the task's last life count.
+    """
+    began = max((event["at"] for event in events if event["name"] == "task_restarts"), default=0.0)
+    last = [event for event in events if event["at"] >= began]
+    named = {name: [event for event in last if event["name"] == name] for name in EVENTS}
     settled = {event["fields"]["number"] for event in named["epoch_settled"]}
     members = [each["fields"]["members"] for each in named["epoch_published"] if each["fields"]["number"] in settled]
     inside = {_agent(worker) for each in members for worker in each}
@@ -192,7 +197,8 @@ def _came_at_the_end(events: list[dict[str, Any]]) -> int:
     waited = {
         _agent(each["fields"]["worker"]) for each in named["worker_ready_to_join"] if each["at"] < end - LATE_SECONDS
     }
-    return len({each["fields"]["agent"] for each in named["agent_registered"]} - inside - waited)
+    agents = {event["fields"]["agent"] for event in events if event["name"] == "agent_registered"}
+    return len(agents - inside - waited)
 
 
 def _agent(worker: str) -> str:
