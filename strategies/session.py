@@ -102,7 +102,6 @@ class Session(OfProcess):
             own = environ.read()
             folder = Path(own.agent_socket).parent
             self._stacks, self._siblings = StackFile(folder), EndingSiblings(folder)
-            self.record = str(record_path(folder))
             self.monitor = Monitor(own.worker, activity, on_cpu=device.type == "cpu")
             self.control = Control(own.agent_socket, own.worker, own.local_rank, self._on_failure, self.monitor)
             self._plane = DataPlane(own.host, device if fabric is None else torch.device("cpu"))
@@ -110,6 +109,7 @@ class Session(OfProcess):
             welcome = self.control.wait_welcome()
             if welcome.founder:
                 welcome = self._wait_founded(self.control)
+            self.record = str(record_path(folder, welcome.run))
             self.is_joiner, self.resume, self.memory = not welcome.founder, welcome.resume, welcome.memory
             self.joins = self.is_joiner
             self._looks = welcome.founder and welcome.life > 1
@@ -135,7 +135,7 @@ class Session(OfProcess):
             return
         self._looks = False
         looks = environ.read().local_rank == 0  # for its agent
-        left = msgspec.json.encode(left_records(Path(self.record).parent, self.resume) if looks else [])
+        left = msgspec.json.encode(left_records(Path(self.record), self.resume) if looks else [])
         said = unpack_parts(self.engine.run(Agreement("unreported_checkpoints", lambda rank: left)))
         found = {each for part in said for each in msgspec.json.decode(part, type=list[wire.Checkpoint])}
         if not found:

@@ -174,7 +174,7 @@ def test_a_checkpoint_that_a_dead_worker_did_not_report_is_reported(tmp_path: Pa
         cluster.add_node()
         worker = cluster.wait_notes(1, "go")[0]["pid"]
         environment = psutil.Process(worker).environ()
-        record = record_path(Path(environment[environ.AGENT_SOCKET]).parent, worker)
+        record = record_path(Path(environment[environ.AGENT_SOCKET]).parent, "", worker)
         (tmp_path / "a.ckpt").write_bytes(b"state")
         leave_record(record, str(tmp_path / "a.ckpt"), 8, "0" * 64, 2)
         kill(worker)

@@ -51,6 +51,8 @@ KEPT = {
         "strikes": [{"fit": 2, "step": 14}]}""",
     "weights_changed_after_a_validation": """{"script": {"strategy": "unicron_fsdp", "hooks": ["scaled_weights"],
         "validation": "epoch"}, "strikes": [{"step": 8}], "plain": true}""",
+    "all_die_while_the_coordinator_is_away": """{"script": {"saves": "model"}, "strikes": [],
+        "orders": [{"step": 5, "kind": "coordinator"}, {"step": 7, "kind": "everything"}]}""",
 }
 """Cases near faults that there were, by what failed."""
 MEGATRON = {

@@ -39,7 +39,7 @@ from unicron_lightning.agent.workers.memory import AgentMemory
 from unicron_lightning.agent.workers.roster import Fencing, LocalWorker, Roster
 from unicron_lightning.agent.workers.slot_lock import SlotGate, SlotLock
 from unicron_lightning.agent.workers.supervisor import Exit, LastOutput, Supervisor, WatchedProcess, folder_of_logs
-from unicron_lightning.checkpoints.files import record_of
+from unicron_lightning.checkpoints.files import record_of, young_records
 from unicron_lightning.detection.exits import LEFT_EARLY
 from unicron_lightning.errors import ConfigError, SessionRefused, UnicronError
 from unicron_lightning.private_files import make_private, user_path
@@ -558,12 +558,17 @@ class ScratchFolder:
 
 
 def sweep(parent: Path) -> None:
-    """Remove the folders of agents that no longer live."""
+    """Remove the folders of agents that no longer live, but for a day the records of checkpoints in them."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                records = young_records(folder)
+                for place in set(folder.iterdir()) - {*records, folder / _LOCK} if records else {folder}:
+                    if place.is_dir():
+                        shutil.rmtree(place, ignore_errors=True)
+                    else:
+                        place.unlink()
             finally:
                 os.close(lock)

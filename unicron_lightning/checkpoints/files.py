@@ -5,9 +5,9 @@ SHA-256 of its manifest: the output of sha256sum for all its files, sorted by na
 
 What completes a checkpoint leaves a record in the agent's private folder before it notifies anybody: a worker, or its
 writer, which outlives it. If all workers die or fail before their reports arrive, those of the next life find the
-records of their agents. A record has the digest, so that the checkpoint is checked as one that was reported. The agent
-reports the record of a worker that dies, since it may not run a worker of the next life at its start; what a writer
-completes later is found.
+records of their agents, and of others on their machines that were killed. A record has the digest, so that the
+checkpoint is checked as one that was reported. The agent reports the record of a worker that dies, since it may not run
+a worker of the next life at its start; what a writer completes later is found.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Thread
@@ -245,14 +246,19 @@ def by_number(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[
 _PREFIX: Final = "complete-"
 
 
-def record_path(folder: Path, pid: int | None = None) -> Path:
+RECORD_SECONDS: Final = 86400.0
+"""Time for which the records of an agent that was killed are kept."""
+
+
+def record_path(folder: Path, run: str, pid: int | None = None) -> Path:
     """Return where a worker (None: this one), and its writer, leave the record of their newest checkpoint.
 
     Args:
         folder: of the agent.
+        run: of the task, see `wire.Welcome`.
         pid: the worker's process.
     """
-    return folder / f"{_PREFIX}{os.getpid() if pid is None else pid}"
+    return folder / f"{_PREFIX}{run}-{os.getpid() if pid is None else pid}"
 
 
 def leave_record(place: Path, path: str, step: int, digest: str, fit: int) -> None:
@@ -277,16 +283,24 @@ def leave_record(place: Path, path: str, step: int, digest: str, fit: int) -> No
 def record_of(folder: Path, pid: int) -> wire.Checkpoint | None:
     """Return the newest checkpoint that a worker of an agent has completed, unread; None without a record."""
     try:
-        return msgspec.json.decode(read_regular(record_path(folder, pid)), type=wire.Checkpoint)
-    except (OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(read_regular(next(folder.glob(f"{_PREFIX}*-{pid}"))), type=wire.Checkpoint)
+    except (OSError, StopIteration, msgspec.MsgspecError):
         return None
 
 
-def left_records(folder: Path, reported: Sequence[wire.Checkpoint]) -> list[wire.Checkpoint]:
-    """Return the checkpoints in an agent's records that are newer than those reported, and as they were written."""
+def left_records(record: Path, reported: Sequence[wire.Checkpoint]) -> list[wire.Checkpoint]:
+    """Return the checkpoints in records that are newer than those reported, and as they were written.
+
+    Args:
+        record: of this worker. Its agent's folder is searched, and those of other agents of this user on this machine
+            for records of the same run: agents that were killed may have reported none.
+        reported: checkpoints that the coordinator knows.
+    """
     newest = min(map(age, reported), default=(0, 0))
     found: list[wire.Checkpoint] = []
-    for place in folder.glob(f"{_PREFIX}*"):
+    prefix, _, _ = record.name.rpartition("-")
+    others = record.parent.parent.glob(f"*/{prefix}-*") if prefix != _PREFIX else ()
+    for place in (*record.parent.glob(f"{_PREFIX}*"), *others):
         try:
             checkpoint = msgspec.json.decode(read_regular(place), type=wire.Checkpoint)
             if age(checkpoint) < newest and checkpoint not in found and digest_of(checkpoint.path) == checkpoint.digest:
@@ -294,6 +308,11 @@ def left_records(folder: Path, reported: Sequence[wire.Checkpoint]) -> list[wire
         except Exception as error:  # noqa: BLE001 - a storage's package raises errors of its own
             logger.info("checkpoint_record_left_out record=%s reason=%s", place, error)
     return sorted(found, key=age)
+
+
+def young_records(folder: Path) -> set[Path]:
+    """Return the records of an agent that was killed less than `RECORD_SECONDS` ago."""
+    return {place for place in folder.glob(f"{_PREFIX}*") if place.stat().st_mtime > time.time() - RECORD_SECONDS}
 
 
 def age(checkpoint: wire.Checkpoint) -> tuple[int, int]:

@@ -71,6 +71,10 @@ class Turn:
             return True
         return agent.slot is not None and is_elsewhere(self._cluster, agent)
 
+    def others_wait(self, task: Task) -> bool:
+        """Whether agents wait to learn if they belong to this run of the task."""
+        return bool(self._cluster.pending.get(task.id))
+
     def undrained(self, agents: Iterable[Agent]) -> list[Agent]:
         """Select agents that may have workers according to drains and the plan."""
         lasting = self.lasting

@@ -577,6 +577,8 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     layout: Layout | None = None
     memory: tuple[StateOffer, ...] = ()
     """Versions in agents' memory that are at least as new as `resume`, newest first: they are tried before it."""
+    run: Annotated[str, Meta(pattern=r"^[0-9a-f]{0,64}\Z")] = ""
+    """The same in all lives of the task, and another one if a task of this name is begun again after its end."""
 
 
 class Epoch(Message, frozen=True, kw_only=True, tag="epoch"):

@@ -309,23 +309,30 @@ def test_a_restarted_coordinator_renews_the_epoch_of_a_communication_error():
     assert world.task().number == 2
 
 
-def test_a_task_to_which_nobody_returns_is_lost_and_new_agents_get_a_new_task():
+def test_new_agents_continue_a_task_to_which_nobody_returns():
     world = World(restart_grace=10)
-    running(world, 2)
+    a, _ = running(world, 2)
+    a.saved("/c", 4)
     world.start()
     x, y = (world.agent(name, nodes=(1, 2)).register() for name in "xy")
     x.rendezvous()
     assert not x.all(wire.Registered)
     y.drop()
     world.advance(11)
-    assert [name for name in world.names() if name in ("task_created", "task_over")] == [
-        "task_created",
-        "task_over",
-        "task_created",
-    ]
-    assert x.last(wire.Grant).group_world == 1
-    assert world.task().number == 0
-    assert world.task().max_nodes == 2
+    assert [name for name in world.names() if name in ("task_created", "task_over")] == ["task_created"]
+    assert (world.task().life, x.last(wire.Grant).group_world) == (2, 1)
+    assert x.boot().resumes() == ["/c"]
+    assert x.last(wire.Welcome).run == a.last(wire.Welcome).run != ""
+
+
+def test_without_agents_a_task_to_which_nobody_returns_is_over():
+    world = World(restart_grace=10)
+    running(world, 2)
+    world.start()
+    x = world.agent("x", nodes=(1, 2)).register()
+    x.drop()
+    world.advance(11)
+    assert not world.machine.tasks
 
 
 def test_new_agents_of_a_restored_task_are_taken_in_when_an_old_one_returns():

@@ -38,6 +38,7 @@ it, and one that is still in the epoch before it can stay.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections import Counter
 from typing import Final
@@ -170,6 +171,7 @@ def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
         watch=turn.limits.watch,
         layout=task.layouts.in_force,
         memory=memory.offered(task) if worker.founder else (),
+        run=hashlib.sha256(f"{task.id} {task.created_at!r}".encode()).hexdigest()[:16],
     )
     turn.send(agent, word)
     if not worker.built:

@@ -326,18 +326,25 @@ def lost_due(task: Task, turn: Turn, agent: Agent) -> None:
     if agent.conn is not None:
         return
     _declare_lost(task, turn, agent)
+    _await_others(task, turn)
+
+
+def _await_others(task: Task, turn: Turn) -> None:
+    """Let agents that come soon continue a task that has lost all of its own."""
     if not task.agents and not task.finishing and task.over is None and not is_job(task, turn):
         lifecycle.move(task, agents="absent")
         turn.timer("empty", turn.limits.restart_grace, task=task.id)
 
 
 def _restore_due(task: Task, turn: Turn) -> None:
-    """Declare absent agents of a restored task lost: their time to return is over."""
+    """Declare absent agents of a restored task lost: they have not returned in time. Others that wait continue it."""
     if not task.restoring:
         return
     lifecycle.move(task, agents="present")
     for agent in [agent for agent in task.agents.values() if agent.conn is None]:
         _declare_lost(task, turn, agent)
+    if turn.others_wait(task):
+        _await_others(task, turn)
     turn.save(task)
 
 
