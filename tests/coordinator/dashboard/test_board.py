@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from coordinator.driver import World, running, settle
 
+from unicron_lightning.coordinator import dashboard
 from unicron_lightning.coordinator.access import PAGES
-from unicron_lightning.coordinator.api import dashboard as boards
 from unicron_lightning.coordinator.api.dashboard import Board, entries
 
 
@@ -70,7 +70,7 @@ def test_a_thousand_nodes_take_milliseconds():
 
 @pytest.mark.parametrize("name", sorted(set(PAGES.values())))
 def test_the_files_contain_no_way_to_markup_or_to_other_hosts(name):
-    text = (Path(boards.__file__).parent / name).read_text()
+    text = (Path(dashboard.__file__).parent / name).read_text()
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser", text
     )
