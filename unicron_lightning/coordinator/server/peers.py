@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_WAITING_BYTES: Final = 64 << 20
 _TEXT: Final = 0x81
+"""First byte of a text frame that is a whole message without extensions."""
 
 
 def frame_of(payload: bytes) -> bytes:
@@ -289,14 +290,11 @@ class Malformed(logging.Filter):
 
 def request_logger() -> logging.Logger:
     """Return the logger for aiohttp's server, with the filter."""
-    logger = logging.getLogger(__name__)
     if not any(isinstance(each, Malformed) for each in logger.filters):
         logger.addFilter(Malformed())
     return logger
 
 
-_TEXT_FRAME: Final = 0x81
-"""First byte of a text frame that is a whole message without extensions."""
 _FINAL: Final = 0x80
 _MASKED: Final = 0x80
 _TWO_BYTES: Final = 126
@@ -351,7 +349,7 @@ class WholeFrames:
             stop = start + 4 + size
             if stop > end:
                 break
-            if data[place] != _TEXT_FRAME or self.handle is None or not self.handle(_unmasked(data, start, stop)):
+            if data[place] != _TEXT or self.handle is None or not self.handle(_unmasked(data, start, stop)):
                 ended, unused = self._pass(data[place:stop])
                 if ended:
                     return ended, unused

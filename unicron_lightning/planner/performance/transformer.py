@@ -233,9 +233,6 @@ def _loss_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> FloatArr
     return layouts.micro_batch * shape.sequence_length * per_token / layouts.tensor
 
 
-_SELECTIVELY, _FULLY = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
     """An optimizer step: seconds of its parts, by configuration. The parts add up to ``total``.
@@ -278,9 +275,7 @@ def layer_seconds(
         core_forward, core_backward = core + core_rest, 2 * core + core_rest
     reduction = 2 * _tensor_seconds(shape, cluster, recipe, layouts)
     forward = matrices + core_forward + rest + reduction
-    again = np.where(
-        layouts.recompute == _FULLY, forward, np.where(layouts.recompute == _SELECTIVELY, core_forward, 0.0)
-    )
+    again = np.where(layouts.recompute == _FULL, forward, np.where(layouts.recompute == _SELECTIVE, core_forward, 0.0))
     return forward, 2 * matrices + core_backward + rest + reduction + again
 
 
