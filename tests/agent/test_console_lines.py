@@ -9,9 +9,9 @@ import sys
 
 CODE = """
 import logging, os, sys
-from unicron_lightning.agent import console_lines
-console_lines.install()
-console_lines.install()
+from unicron_lightning.agent import handler
+handler.install_fresh_lines()
+handler.install_fresh_lines()
 os.write(1, b"Epoch 0:  44%")
 logging.getLogger("unicron_lightning.agent.signals").warning("agent_departs signal=%s", "SIGTERM")
 """

@@ -68,7 +68,7 @@ class _FreshLines(logging.StreamHandler[TextIO]):
         return f"{_begin(self.stream)}{super().format(record)}"
 
 
-def install() -> None:
+def install_fresh_lines() -> None:
     """Make `_FreshLines` print what no handler of the user's does. Idempotent."""
     if environ.LOGS not in os.environ and not isinstance(logging.lastResort, _FreshLines):  # workers print elsewhere
         logging.lastResort = _FreshLines()
@@ -351,7 +351,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
             os.environ[environ.TOKEN], self._hidden = self._hidden, None
 
     def _start(self) -> AgentThread:
-        install()
+        install_fresh_lines()
         atexit.register(self.shutdown)  # first: a signal may end the process from here on
         agent = self._agent = AgentThread(self._options, self._num_keys, self._lock)
         self._departure = Departure(lambda: agent.may_depart, agent.depart, agent.leaving, self._options.leave_timeout)
