@@ -32,7 +32,7 @@ WIDTH = 128
 
 
 class Count:
-    """`worker.commit.Sums`: the number of micro-batches, which each rank sends with its commit."""
+    """`worker.step.Sums`: the number of micro-batches, which each rank sends with its commit."""
 
     buckets: Sequence[FlatBucket] = ()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -17,8 +17,7 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.metrics.recording import LogCall, logged_dtype
-from unicron_lightning.strategies.metrics.step_metrics import State, StepMetrics
-from unicron_lightning.strategies.metrics.sums import NormStatistics, SumsLayout
+from unicron_lightning.strategies.metrics.sums import NormStatistics, State, StepMetrics, SumsLayout
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers, check_registered
 
 if TYPE_CHECKING:
@@ -100,14 +99,6 @@ class NoLoss(ConfigError, MisconfigurationException):
     """A `training_step` returned neither a loss nor None; Lightning's own loop raises its second base."""
 
 
-class Results(Protocol):
-    """Takes the results of micro-batches; `StepSums` implements it."""
-
-    def add(self, loss: Tensor | None, calls: Sequence[LogCall]) -> None:
-        """Take one micro-batch's loss (None: it is skipped) and logged values."""
-        ...
-
-
 class MicroBatches:
     """Runs the micro-batches of one step.
 
@@ -117,7 +108,7 @@ class MicroBatches:
     Args:
         strategy: provides module, seed, device and precision.
         batch: locates the samples.
-        sums: receive losses and logged values.
+        take: takes one micro-batch's loss (None: it is skipped) and logged values.
         effects: receive the other changes.
         takes_index: whether the module's ``training_step`` takes the batch index.
         skips: whether it may return None.
@@ -127,7 +118,7 @@ class MicroBatches:
         self,
         strategy: FaultTolerantStrategy,
         batch: GlobalBatch,
-        sums: Results,
+        take: Callable[[Tensor | None, Sequence[LogCall]], None],
         effects: Effects,
         *,
         takes_index: bool,
@@ -136,7 +127,7 @@ class MicroBatches:
         self._strategy = strategy
         self._module = strategy.module
         self._batch = batch
-        self._sums = sums
+        self._take = take
         self._effects = effects
         self._takes_index = takes_index
         self._skips = skips
@@ -172,7 +163,7 @@ class MicroBatches:
                     scaled = self._scaler.scale(scaled)
                 plugin.backward(scaled, module, strategy.optimizers[0])
         if counts:
-            self._sums.add(loss, calls)
+            self._take(loss, calls)
         self._effects.finish_micro_batch(micro_batch if counts else UNCOUNTED)
         if counts:
             self._batch.finished(micro_batch)
@@ -183,7 +174,7 @@ class MicroBatches:
         _warnings.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         self._effects.start_micro_batch()
         if counts:
-            self._sums.add(None, ())
+            self._take(None, ())
         self._effects.finish_micro_batch(micro_batch)
         self._batch.finished(micro_batch)
         self._last_output = None

@@ -18,21 +18,19 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
-from unicron_lightning.data.combined import CombinedPass
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
-from unicron_lightning.data.passes import EvaluationLoader
-from unicron_lightning.data.steps import PassLoader
 from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.passes.prediction import Predictions
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state.memory import StateDivision
-from unicron_lightning.worker.commit import Step
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.rows import present
+from unicron_lightning.worker.step import Step
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.manual.steps import ManualSteps
+    from unicron_lightning.strategies.passes.evaluation import GlobalPasses, Passes
     from unicron_lightning.strategies.state.comparison import Divergence
 
 
@@ -79,35 +77,6 @@ class StepRunner(Protocol):
 
     def backward(self, loss: Tensor) -> Tensor:
         """Hand the gradients to the optimizer, in place of Lightning's backward; return the loss."""
-
-
-class EvaluationRunner(Protocol):
-    """Runs validation and test passes."""
-
-    def begin_run(self, trainer: pl.Trainer) -> None:
-        """Begin a trainer's run: replace the result collections of its evaluation loops."""
-
-    def loader(self, trainer: pl.Trainer, loader: DataLoader[Any]) -> EvaluationLoader | PassLoader:
-        """Return the loader for the evaluation loop.
-
-        Raises:
-            ConfigError: its batches cannot be distributed.
-        """
-
-    def together(self, combined: CombinedPass) -> EvaluationLoader:
-        """Return the loader of several loaders that are read at once.
-
-        Raises:
-            ConfigError: not supported.
-        """
-
-    def step(self, run: Callable[[], Any], args: Sequence[Any]) -> Any:
-        """Run one item of Lightning's loop.
-
-        Args:
-            run: Lightning's own step.
-            args: its arguments.
-        """
 
 
 class CheckpointStore(ABC):
@@ -190,7 +159,7 @@ class Parallelism(ABC):
     optimizes_manually = False
     manual: ManualSteps | None = None
     steps: StepRunner
-    evaluation: EvaluationRunner
+    evaluation: Passes | GlobalPasses
     checkpoints: CheckpointStore
     division: StateDivision
 

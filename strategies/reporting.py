@@ -16,11 +16,11 @@ from unicron_lightning.detection.exceptions import describe
 from unicron_lightning.detection.exits import LEFT_EARLY
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.agreement import ParametersDiffer
-from unicron_lightning.worker.commit import Step
 from unicron_lightning.worker.control.activity import BETWEEN
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.rows import Balance
+from unicron_lightning.worker.step import Step
 
 _FIRST_STEP: dict[wire.EpochKind, str] = {
     "init": "started",

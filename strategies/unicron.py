@@ -1,20 +1,249 @@
-"""The Lightning strategy ``unicron``: data parallelism that trains straight through failures."""
+"""The Lightning strategy ``unicron``: data parallelism that trains straight through failures.
+
+Each worker holds the whole model, and is a replica of its own.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.data_parallel import DataParallel, WholeModelSteps
+from unicron_lightning.strategies.checks import check_optimizers
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+from unicron_lightning.strategies.manual.steps import ManualSteps
+from unicron_lightning.strategies.metrics.sums import StepSums
+from unicron_lightning.strategies.micro_batch import Effects, MicroBatches
+from unicron_lightning.strategies.parallelism import FinishedStep, Parallelism
+from unicron_lightning.strategies.passes.evaluation import Passes
+from unicron_lightning.strategies.reporting import balance_of
+from unicron_lightning.strategies.session import Session
+from unicron_lightning.strategies.state import join_state
+from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints
 from unicron_lightning.strategies.state.comparison import Divergence, OnDivergence
+from unicron_lightning.strategies.state.memory import StateDivision
+from unicron_lightning.worker.buckets import GradientBuckets
+from unicron_lightning.worker.engine import World
+from unicron_lightning.worker.rows import Balance, shares_of
+from unicron_lightning.worker.step import GradientStep
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+
+
+class DataParallel(Parallelism):
+    """Data parallelism of workers that each hold the model.
+
+    Args:
+        strategy: the strategy that it belongs to.
+        steps: runs its steps.
+        rebalance: a rank that is slower than the others gets fewer of a step's micro-batches.
+    """
+
+    whole = True
+    shuffles = True
+    shards = 1
+    optimizes_manually = True
+    steps: WholeModelSteps
+
+    def __init__(self, strategy: FaultTolerantStrategy, steps: WholeModelSteps, *, rebalance: bool) -> None:
+        self.steps = steps
+        self.evaluation = Passes(strategy)
+        self.checkpoints = SingleFileCheckpoints(strategy)
+        self.division = StateDivision(strategy)
+        self._strategy = strategy
+        self._rebalance = rebalance
+
+    @property
+    def manual(self) -> ManualSteps | None:  # type: ignore[override]
+        return self.steps.manual
+
+    def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
+        return Session.of_process(device, shape.micro_batches, on_world)
+
+    def built(self) -> None:
+        strategy = self._strategy
+        check_optimizers(strategy.optimizers, several=not strategy.module.automatic_optimization)
+        self.steps.begin_fit(balance_of(strategy.engine, self._whole_step) if self._rebalance else None)
+
+    def _whole_step(self) -> int:
+        """Return the number of micro-batches of the present epoch's steps."""
+        return self._strategy.shape.of(self._strategy.trainer.current_epoch).micro_batches
+
+    def found(self, *, resumes: bool) -> None:
+        strategy = self._strategy
+        if not resumes and strategy.engine.world.size > 1 and strategy.collectives.starting:
+            strategy.comparison.agree("model")
+            join_state.share_initial(strategy.module, strategy.engine)
+
+    def share(self, micro_batches: range) -> list[int]:
+        return [micro_batches[number] for number in self.own(range(len(micro_batches)))]
+
+    def own(self, in_full_step: Sequence[int]) -> list[int]:
+        world, balance, number = self._strategy.engine.world, self.steps.balance, len(in_full_step)
+        counts = None if balance is None else balance.counts(number)
+        return shares_of(range(number), world.size, counts, in_full_step)[world.rank]
+
+    def unsteady(self) -> Iterable[Tensor]:
+        return self.steps.unsteady()
+
+    def state(self, trainer: pl.Trainer) -> dict[str, Any]:
+        manual = {} if self.manual is None else {"manual": self.manual.state()}
+        return {**join_state.parameter_state(trainer), **manual}
+
+    def admitted(self, state: dict[str, Any]) -> None:
+        if self.manual is not None and "manual" in state:
+            self.manual.load_state(state["manual"])
+
+    def at_boundary(self) -> None:
+        if self.manual is not None:
+            self.manual.arrive()
+
+    def close(self) -> None:
+        self.steps.close()
+
+
+class WholeModelSteps:
+    """Steps of a model that each worker holds; implements `StepRunner`.
+
+    Args:
+        strategy: the strategy that they belong to.
+        bucket_bytes: size of a gradient bucket.
+        overlap: start reductions during the last micro-batch's backward.
+        divergence: compares the workers' states.
+
+    Attributes:
+        divergence: as above.
+        balance: shares of the ranks by speed; None: equal ones.
+        manual: runs the steps instead, if the module optimizes manually.
+    """
+
+    def __init__(
+        self, strategy: FaultTolerantStrategy, bucket_bytes: int, divergence: Divergence, *, overlap: bool
+    ) -> None:
+        self.balance: Balance | None = None
+        self.manual: ManualSteps | None = None
+        self._strategy = strategy
+        self._bucket_bytes = bucket_bytes
+        self._overlap = overlap
+        self.divergence = divergence
+        self._trained = TrainedParameters()
+        self._gradients: GradientBuckets | None = None
+        self._effects: Effects | None = None
+        self._used: list[bool] = []
+        self._watched = False
+        """Whether the module may leave gradients in its own `optimizer_zero_grad`."""
+        self._follows = False
+        """Whether the present step has begun with gradients of the one before."""
+
+    def begin_fit(self, balance: Balance | None) -> None:
+        """Begin with a complete model, of which the optimizers know."""
+        strategy = self._strategy
+        self._effects = Effects(strategy.module, frozen=True)
+        self.balance = balance
+        self._watched = is_overridden("optimizer_zero_grad", strategy.module)
+        if not strategy.module.automatic_optimization:
+            options = (self._bucket_bytes, self.divergence, self._effects)
+            self.manual = ManualSteps(strategy, *options, overlap=self._overlap)
+
+    def unsteady(self) -> Iterable[Tensor]:
+        """Return what the effects of micro-batches, and their end, write to."""
+        return () if self._effects is None else self._effects.buffers.unsteady
+
+    def check_data(self, loader: DataLoader[Any]) -> None:
+        """Refuse nothing more than `data.order.check_loader`."""
+
+    def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
+        strategy, effects = self._strategy, self._effects
+        engine, module = strategy.engine, strategy.module
+        assert effects is not None
+        if self.manual is not None:
+            return self.manual.run(batch, *where)
+        gradients = self._buckets(module, first=batch.step == 0)
+        self._follows = self._watched and any(gradients.used)
+        gradients.begin()
+        effects.begin(batch, strategy.agreed)
+        sums = StepSums(strategy.agreed, effects.norms, effects.buffers, gradients, effects.metrics)
+        micro_batches = MicroBatches(strategy, batch, sums.add, effects, takes_index=bool(where), skips=True)
+        digest = self.divergence.digest(strategy)
+        operation = GradientStep(
+            batch.micro_batches, gradients, sums, micro_batches.run, self.balance, digest, batch.in_full_step
+        )
+        engine.run(operation)
+        self.divergence.check(operation, engine)
+        loss, calls, self._used = sums.finish()
+        effects.norms.commit(len(batch.micro_batches))
+        return FinishedStep(operation=operation, loss=loss, calls=calls, output=micro_batches.output(loss))
+
+    def backward(self, loss: Tensor) -> Tensor:
+        module, plugin = self._strategy.module, self._strategy.precision_plugin
+        assert self._gradients is not None
+        # The base class's hook: the loss has been scaled already, micro-batch by micro-batch.
+        Precision.pre_backward(plugin, loss, module)
+        if self._follows and any(p.grad is not None and bool(p.grad.any()) for p in self._gradients.parameters):
+            self._watched = False
+            rank_zero_warn(
+                f"{type(module).__qualname__}.optimizer_zero_grad() left gradients of the step before; the unicron "
+                "strategy drops them, since a step's gradients are those of its micro-batches. Write instead: "
+                "Trainer(accumulate_grad_batches=...), or manual optimization"
+            )
+        self._gradients.install(self._used)
+        return plugin.post_backward(loss, module)
+
+    def close(self) -> None:
+        """Release the buckets."""
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+        if self.manual is not None:
+            self.manual.close()
+            self.manual = None
+
+    def _buckets(self, module: pl.LightningModule, first: bool) -> GradientBuckets:
+        """Return the buckets, rebuilt when other parameters need gradients than before."""
+        named = self._trained.find(module, self._strategy.optimizers, anew=first)
+        if self._gradients is None or not self._gradients.matches([p for _, p in named]):
+            if self._gradients is not None:
+                self._gradients.close()
+            self._gradients = GradientBuckets(named, self._bucket_bytes, self._overlap)
+        return self._gradients
+
+
+class TrainedParameters:
+    """The parameters of a model that need gradients.
+
+    Modules are walked through again when the optimizers have other parameters, or on request. A change in whether a
+    known parameter needs a gradient is always detected.
+    """
+
+    def __init__(self) -> None:
+        self._named: list[tuple[str, Parameter]] = []
+        self._optimized: list[int] = []
+
+    def find(self, module: nn.Module, optimizers: Sequence[Optimizer], *, anew: bool) -> list[tuple[str, Parameter]]:
+        """Return names and parameters, in the model's order, without repeats."""
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        optimized = [id(parameter) for group in groups for parameter in group["params"]]
+        if anew or optimized != self._optimized:
+            self._named, self._optimized = list(module.named_parameters()), optimized
+        return [(name, parameter) for name, parameter in self._named if parameter.requires_grad]
+
 
 _MIB = 1 << 20
 

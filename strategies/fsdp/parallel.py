@@ -6,15 +6,22 @@ The functions at the end refuse settings, each with one error that names the val
 from __future__ import annotations
 
 import atexit
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from unicron_lightning import wire
 from unicron_lightning.data.order import StepShape
@@ -28,9 +35,7 @@ from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.strategies.checks import check_optimizers
 from unicron_lightning.strategies.fsdp.checkpoints import ShardedCheckpoints
 from unicron_lightning.strategies.fsdp.prediction import ShardedPredictions
-from unicron_lightning.strategies.fsdp.steps import ShardedSteps, clip_by_agreed_norm, keep_spares
-from unicron_lightning.strategies.fsdp.validation import ShardedEvaluation
-from unicron_lightning.strategies.fsdp.wrapping import Sharding, place_rest, shard_module
+from unicron_lightning.strategies.fsdp.steps import ShardedEvaluation, ShardedSteps, clip_by_agreed_norm, keep_spares
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.reporting import balance_of
 from unicron_lightning.strategies.session import Session, control_of_process
@@ -43,6 +48,144 @@ from unicron_lightning.worker.rows import present
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Options of the sharding.
+
+    Attributes:
+        blocks: names of the classes whose modules are sharded one by one; none: the elements of every
+            `torch.nn.ModuleList`; a number: modules with at least that number of parameters, without those of smaller
+            blocks.
+        activation_checkpointing: names of the classes whose modules compute their activations again in the backward.
+        reshard_after_forward: as of `fully_shard`.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory.
+    """
+
+    blocks: tuple[str, ...] | int = ()
+    activation_checkpointing: tuple[str, ...] = ()
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+
+
+class PolicyPrecision(Precision):
+    """Mixed precision by FSDP2's policy, and not by autocast: parameters are gathered in bfloat16, their shards and the
+    sums of gradients are float32.
+    """
+
+    precision = "bf16-mixed"
+
+
+def shard_module(module: pl.LightningModule, mesh: DeviceMesh, sharding: Sharding, precision: Precision) -> Precision:
+    """Shard the blocks of a module, and then each of its direct submodules that has other parameters.
+
+    A module with sharded submodules is left as it is.
+
+    Args:
+        module: of the user.
+        mesh: of a replica's shards.
+        sharding: the options.
+        precision: Lightning's plugin.
+
+    Returns:
+        The plugin to use.
+
+    Raises:
+        ConfigError: no module has a class of one of these names, or that number of parameters; activation
+            checkpointing of a module that shards itself.
+    """
+    if any(isinstance(each, FSDPModule) for each in module.modules()):
+        if sharding.activation_checkpointing:
+            raise ConfigError(
+                f"activation_checkpointing={sharding.activation_checkpointing!r}: {type(module).__qualname__} shards "
+                "itself; expected torch's checkpoint or checkpoint_wrapper in its configure_model"
+            )
+        return precision
+    if sharding.activation_checkpointing:
+        for each in _of_classes(module, "activation_checkpointing", sharding.activation_checkpointing):
+            checkpoint(each)  # before fully_shard, which then gathers the parameters around the second forward, too
+    mixed = precision.precision == "bf16-mixed"
+    inner = _policy(torch.bfloat16, None) if mixed else MixedPrecisionPolicy()
+    outer = _policy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    reshard = sharding.reshard_after_forward
+    offload = CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy()
+    for block in blocks_of(module, sharding.blocks):
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=inner, offload_policy=offload)
+    for child in module.children():
+        if not isinstance(child, FSDPModule) and next(child.parameters(), None) is not None:
+            fully_shard(child, mesh=mesh, reshard_after_forward=reshard, mp_policy=outer, offload_policy=offload)
+    return PolicyPrecision() if mixed else precision
+
+
+def place_rest(module: pl.LightningModule, device: torch.device) -> None:
+    """Move buffers and metrics to the device of the model; FSDP2 places the parameters."""
+    module._device = device
+    for each in module.modules():
+        if isinstance(each, Metric):
+            each.to(device)
+        for name, buffer in each._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                each._buffers[name] = buffer.to(device)
+
+
+def _policy(parameters: torch.dtype, output: torch.dtype | None) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=parameters, reduce_dtype=torch.float32, output_dtype=output)
+
+
+def blocks_of(module: pl.LightningModule, names: tuple[str, ...] | int) -> list[nn.Module]:
+    """Return the modules that are sharded one by one; ``names`` as `Sharding.blocks`, inner modules first.
+
+    Raises:
+        ConfigError: no module has a class of one of these names, or that number of parameters.
+    """
+    if isinstance(names, int):
+        return _of_size(module, names)
+    if names:
+        return _of_classes(module, "blocks", names)
+    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList)]
+    return [block for each in lists for block in each if next(block.parameters(), None) is not None]
+
+
+def _of_classes(module: pl.LightningModule, option: str, names: Sequence[str]) -> list[nn.Module]:
+    found = [each for each in module.modules() if type(each).__name__ in names]
+    missing = sorted(set(names) - {type(each).__name__ for each in found})
+    if missing:
+        there = sorted({type(each).__name__ for each in module.modules()})
+        raise ConfigError(
+            f"{option}={tuple(names)!r}: no module is a {missing[0]}; expected classes among {', '.join(there)}"
+        )
+    return found
+
+
+def _of_size(module: pl.LightningModule, least: int) -> list[nn.Module]:
+    """The modules below the module's own submodules that have that number of parameters beside those of smaller blocks.
+
+    Modules that share a parameter with another one belong to no block, since FSDP2 shards such parameters together.
+    """
+    holders = Counter(id(each) for part in module.modules() for each in part._parameters.values() if each is not None)
+    found: list[nn.Module] = []
+
+    def visit(part: nn.Module, depth: int) -> tuple[int, bool]:
+        whole = isinstance(part, nn.MultiheadAttention)  # it reads its projection's weight without calling that
+        own = list(part.parameters()) if whole else [each for each in part._parameters.values() if each is not None]
+        below = [] if whole else [visit(child, depth + 1) for child in part.children()]
+        left = sum(each.numel() for each in own) + sum(number for number, _ in below)
+        shares = any(holders[id(each)] > 1 for each in own) or any(shared for _, shared in below)
+        if depth > 1 and left >= least and not shares and not isinstance(part, nn.ModuleList | nn.ModuleDict):
+            found.append(part)
+            return 0, False
+        return left, shares
+
+    visit(module, 0)
+    if not found:
+        parts = [part for child in module.children() for part in child.children()]
+        largest = max((sum(each.numel() for each in part.parameters()) for part in parts), default=0)
+        raise ConfigError(
+            f"blocks={least!r}: expected a number of parameters that a module below {type(module).__qualname__}'s "
+            f"submodules has, without sharing them with another module; the largest has {largest}"
+        )
+    return found
 
 
 class FsdpParallel(Parallelism):
@@ -224,7 +367,8 @@ class FsdpParallel(Parallelism):
     def share(self, micro_batches: range) -> list[int]:
         number, balance = self.rows(micro_batches), self.steps.balance
         rows = self.member.share(range(number), None if balance is None else balance.counts(number))
-        return [self.micro_batch(row, micro_batches)[0] for row in rows]
+        # The last row is filled with micro-batches that do not count.
+        return [micro_batches[min(row * self.size + self.shard, len(micro_batches) - 1)] for row in rows]
 
     def own(self, in_full_step: Sequence[int]) -> list[int]:
         whole = range(self.rows(range(in_full_step[-1] + 1)) * self.size)
@@ -233,11 +377,6 @@ class FsdpParallel(Parallelism):
     def rows(self, micro_batches: Sequence[int]) -> int:
         """Number of rows of S micro-batches, one for each shard."""
         return -(-len(micro_batches) // self.size)
-
-    def micro_batch(self, row: int, micro_batches: Sequence[int]) -> tuple[int, bool]:
-        """This worker's micro-batch of a row, and whether it counts; the last row is filled with ones that do not."""
-        own = row * self.size + self.shard
-        return micro_batches[min(own, len(micro_batches) - 1)], own < len(micro_batches)
 
     def at_boundary(self) -> None:
         self.member.fabric.leave_if_surplus()

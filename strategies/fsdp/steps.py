@@ -1,8 +1,8 @@
-"""Steps of a sharded model: rows of S micro-batches, one for each shard of a replica."""
+"""Steps and validation of a sharded model: rows of S micro-batches, one for each shard of a replica."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,18 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.data.loader import BatchRows, GlobalBatch
+from unicron_lightning.data.order import check_loader
+from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.fsdp.mesh import local_shards
-from unicron_lightning.replica.step import ReplicaStep
+from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
 from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.metrics.sums import AllUsed, StepSums
-from unicron_lightning.strategies.micro_batch import Effects, MicroBatches
+from unicron_lightning.strategies.micro_batch import UNCOUNTED, Effects, MicroBatches
 from unicron_lightning.strategies.parallelism import FinishedStep
+from unicron_lightning.strategies.passes.evaluation import GlobalPasses, PassBatch
 from unicron_lightning.strategies.state.comparison import Divergence
+from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
 from unicron_lightning.worker.buckets import FlatBucket
 from unicron_lightning.worker.rows import Balance
 
@@ -84,35 +88,6 @@ class ShardedSteps:
         return plugin.post_backward(loss, module)
 
 
-class ReplicaRows:
-    """The rows of a global batch. A row has the micro-batches that it has in a full one. Where some are missing, as
-    those of streams that have ended, a worker has one that does not count.
-
-    Args:
-        batch: the global batch.
-        size: micro-batches of a row, one for each shard.
-        shard: of this worker.
-
-    Attributes:
-        numbers: of all rows.
-    """
-
-    def __init__(self, batch: GlobalBatch, size: int, shard: int) -> None:
-        self.numbers = list(range(batch.in_full_step[-1] // size + 1))
-        self._size, self._shard = size, shard
-        self._present = dict(zip(batch.in_full_step, batch.micro_batches, strict=True))
-        self._last = batch.micro_batches[-1]
-
-    def own(self, row: int) -> tuple[int, bool]:
-        """Return this worker's micro-batch of a row, and whether it counts."""
-        number = self._present.get(row * self._size + self._shard)
-        return self._last if number is None else number, number is not None
-
-    def is_empty(self, row: int) -> bool:
-        """Return whether no shard has a micro-batch that counts."""
-        return not any(place in self._present for place in range(row * self._size, (row + 1) * self._size))
-
-
 class StepRows:
     """Runs this worker's micro-batches of a step, row by row.
 
@@ -127,7 +102,7 @@ class StepRows:
     """
 
     def __init__(self, parallel: FsdpParallel, batch: GlobalBatch, effects: Effects, *, takes_index: bool) -> None:
-        self._rows = ReplicaRows(batch, parallel.size, parallel.shard)
+        self._rows = BatchRows(batch, parallel.size, parallel.shard)
         self.numbers = self._rows.numbers
         self._parallel = parallel
         self._effects = effects
@@ -135,7 +110,7 @@ class StepRows:
         self._done: dict[int, _Row] = {}
         self._row = _Row(number=0, counts=False)
         effects.begin(batch, parallel.strategy.agreed)
-        self._batches = MicroBatches(parallel.strategy, batch, self, effects, takes_index=takes_index)
+        self._batches = MicroBatches(parallel.strategy, batch, self._add, effects, takes_index=takes_index)
 
     def call(self, micro_batches: Sequence[int], *, last: bool) -> None:
         """Run some rows together with the partners; see `replica.step.Call`."""
@@ -156,7 +131,7 @@ class StepRows:
             if bucket is not None and counts:
                 self._row.norms = bucket.local.clone()
 
-    def add(self, loss: Tensor | None, calls: Sequence[LogCall]) -> None:
+    def _add(self, loss: Tensor | None, calls: Sequence[LogCall]) -> None:
         """Record the results of a micro-batch that counts."""
         assert loss is not None, "no micro-batch is skipped"
         self._row.results.append((loss.detach().clone(), calls))
@@ -266,3 +241,76 @@ def clip_by_agreed_norm(plugin: Precision, norm: Callable[[], float]) -> None:
 
     plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
     plugin.clip_grad_by_value = clip_value  # type: ignore[method-assign]
+
+
+class ShardedEvaluation(GlobalPasses):
+    """Passes of a sharded model, of which each worker runs its own batch of a row.
+
+    Args:
+        parallel: the parallelism that they belong to.
+    """
+
+    def __init__(self, parallel: FsdpParallel) -> None:
+        super().__init__(parallel.strategy)
+        self._parallel = parallel
+
+    @override
+    def check_data(self, loader: DataLoader[Any]) -> None:
+        check_loader(loader)
+
+    @override
+    def operation(self, batch: PassBatch) -> ReplicaEvaluation:
+        member = self._parallel.member
+        size, rows = self._parallel.size, _PassRows(self._parallel, batch)
+        batches, device = range(len(rows.numbers) * size), member.model.device
+        return ReplicaEvaluation(
+            batches, lambda row: 0, member.fabric, device, rows.evaluate, rows.results, tells=True, width=size
+        )
+
+
+class _PassRows:
+    """One global batch, row by row.
+
+    Args:
+        parallel: provides module and place.
+        batch: the global batch.
+    """
+
+    def __init__(self, parallel: FsdpParallel, batch: PassBatch) -> None:
+        self._rows = BatchRows(batch.batch, parallel.size, parallel.shard)
+        self.numbers = self._rows.numbers
+        self._strategy = parallel.strategy
+        self._batch = batch
+        self._buffers = EvaluationBuffers(parallel.strategy.module)
+        self._counted: dict[int, list[int]] = {}
+
+    def evaluate(self, rows: Sequence[int], _: int) -> None:
+        """Run some rows forward, together with the partners."""
+        strategy, engine, batch = self._strategy, self._strategy.engine, self._batch
+        for row in rows:
+            number, counts = self._rows.own(row)
+            self._counted[row] = [number] if counts else []
+            if self._rows.is_empty(row):
+                continue
+            engine.activity.enter("validation", number)
+            engine.fault("validation", engine.step)
+            samples = (batch.batch.fetch if counts else batch.batch.stand_in)(number)
+            seed_all(place_seed(strategy.seed, *batch.place(number)))  # fetching may have drawn numbers
+            data = strategy.to_device(samples, batch.loader)
+            batch.metrics.start_micro_batch()
+            try:
+                with batch.recording(data) as calls, strategy.precision_plugin.val_step_context():
+                    batch.run(data)
+            except BaseException:
+                batch.metrics.restore()
+                raise
+            finally:
+                self._buffers.undo()
+            batch.metrics.finish_micro_batch(number if counts else UNCOUNTED)
+            if counts:
+                batch.calls[number] = calls
+                batch.batch.finished(number)
+
+    def results(self, rows: Collection[int]) -> bytes:
+        """Encode the values logged by this worker's batches of some rows."""
+        return self._batch.results(number for row in rows for number in self._counted[row])

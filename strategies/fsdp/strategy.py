@@ -16,8 +16,7 @@ from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.mesh import reshard
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
-from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
-from unicron_lightning.strategies.fsdp.wrapping import Sharding
+from unicron_lightning.strategies.fsdp.parallel import FsdpParallel, Sharding
 from unicron_lightning.strategies.state.comparison import Divergence, OnDivergence
 
 

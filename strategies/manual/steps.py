@@ -33,13 +33,12 @@ from unicron_lightning.strategies.micro_batch import FORWARD, OPTIMIZER, TRANSFE
 from unicron_lightning.strategies.parallelism import FinishedStep
 from unicron_lightning.strategies.state.comparison import Divergence
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
+from unicron_lightning.worker.agreement import NO_DIGEST, StateDigest
 from unicron_lightning.worker.buckets import GradientBuckets
-from unicron_lightning.worker.commit import Sums
 from unicron_lightning.worker.communication.communicator import gather_bytes
-from unicron_lightning.worker.digest import NO_DIGEST, StateDigest
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.rows import plan_rows
-from unicron_lightning.worker.step import GradientStep
+from unicron_lightning.worker.step import GradientStep, Sums
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy

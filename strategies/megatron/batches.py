@@ -1,28 +1,33 @@
-"""Steps of a Megatron model, and their micro-batches: forward on this stage, and the loss on the last."""
+"""Steps and validation of a Megatron model: forward on this stage, and the loss on the last.
+
+In validations, global batches of the pass are run by all replicas together. One worker of each replica contributes the
+values that its batches log.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from megatron.core import tensor_parallel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
-from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.data.loader import BatchRows, GlobalBatch
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.replica.step import ReplicaStep
-from unicron_lightning.strategies.megatron.checks import check_megatron_loader
+from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
+from unicron_lightning.strategies.megatron.checks import check_megatron_loader, check_validation_loader
 from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.metrics.sums import AllUsed, NormStatistics, StepSums
 from unicron_lightning.strategies.micro_batch import FORWARD, TRANSFER
 from unicron_lightning.strategies.parallelism import FinishedStep
+from unicron_lightning.strategies.passes.evaluation import GlobalPasses, PassBatch
 from unicron_lightning.strategies.state.comparison import Divergence
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
-from unicron_lightning.worker.rows import present
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.megatron.parallel import MegatronParallel
@@ -56,7 +61,7 @@ class StageSteps:
         batches = StageBatches(self._grid, batch, where[0] if where else 0)
         digest = self.divergence.shard_digest(strategy.engine, lambda: dict(member.model.module.named_parameters()))
         model, fabric = member.model, member.fabric
-        operation = ReplicaStep(batches.places.all, model, fabric, batches.call, batches.sums, digest=digest)
+        operation = ReplicaStep(batches.rows.numbers, model, fabric, batches.call, batches.sums, digest=digest)
         strategy.engine.run(operation)
         self.divergence.check(operation, strategy.engine)
         assert operation.sums is not None
@@ -79,7 +84,7 @@ class StageBatches:
         step_in_epoch: Lightning's batch index.
 
     Attributes:
-        places: of the micro-batches.
+        rows: of the micro-batches.
     """
 
     def __init__(self, grid: MegatronParallel, batch: GlobalBatch, step_in_epoch: int) -> None:
@@ -88,11 +93,11 @@ class StageBatches:
         self._batch = batch
         self._index = step_in_epoch
         self._done: dict[int, tuple[Tensor, list[LogCall]]] = {}
-        self.places = StagePlaces(batch)
+        self.rows = BatchRows(batch)
 
     def call(self, micro_batches: Sequence[int], *, last: bool) -> None:
-        """Run those at some places together with the partners; see `replica.step.Call`."""
-        numbers = self.places.numbers(micro_batches)
+        """Run some rows together with the partners; see `replica.step.Call`."""
+        numbers = self.rows.counted(micro_batches)
         if numbers:
             divisor = self._strategy.shape.divisor(self._batch.in_full_step)
             self._grid.member.model.call(self.forward, numbers, divisor=divisor, last=last)
@@ -126,35 +131,14 @@ class StageBatches:
 
         return output, loss
 
-    def sums(self, places: Sequence[int]) -> StepSums:
+    def sums(self, rows: Sequence[int]) -> StepSums:
         """Return the step's other sums, which one worker of each replica contributes."""
         norms, no_buffers = NormStatistics(self._strategy.module), ModuleBuffers(nn.Module())
         sums = StepSums(self._strategy.agreed, norms, no_buffers, AllUsed())
         if self._grid.tells:
-            for micro_batch in self.places.numbers(places):
+            for micro_batch in self.rows.counted(rows):
                 sums.add(*self._done[micro_batch])
         return sums
-
-
-class StagePlaces:
-    """The micro-batches of a global batch by their places: their numbers in a full one.
-
-    The replicas share places, so that each reads the stream of its device, also where others have ended.
-
-    Args:
-        batch: the global batch.
-
-    Attributes:
-        all: the places up to the last micro-batch, missing ones included.
-    """
-
-    def __init__(self, batch: GlobalBatch) -> None:
-        self.all = range(batch.in_full_step[-1] + 1)
-        self._batch = batch
-
-    def numbers(self, places: Sequence[int]) -> list[int]:
-        """Return the numbers of the micro-batches that there are at some places."""
-        return [self._batch.micro_batches[each] for each in present(places, self._batch.in_full_step)]
 
 
 def stage_batch(grid: MegatronParallel, samples: Any, place: tuple[int, ...], loader: int = 0) -> Any:
@@ -204,3 +188,88 @@ def seed_micro_batch(seed: int, place: tuple[int, ...], tensor: int, stage: int,
         generator.manual_seed(place_seed(seed, *place, stage, own, zlib.crc32(name.encode())))
         states[name] = generator.get_state()
     tracker.set_states(states)
+
+
+class StageEvaluation(GlobalPasses):
+    """Validation passes.
+
+    Args:
+        grid: the parallelism that they belong to.
+    """
+
+    def __init__(self, grid: MegatronParallel) -> None:
+        super().__init__(grid.strategy)
+        self._grid = grid
+
+    @override
+    def check_data(self, loader: DataLoader[Any]) -> None:
+        check_validation_loader(loader)
+
+    @override
+    def operation(self, batch: PassBatch) -> ReplicaEvaluation:
+        member, part = self._grid.member, StagePass(self._grid, batch)
+        device = member.model.device
+        return ReplicaEvaluation(
+            part.rows.numbers, part.size, member.fabric, device, part.evaluate, part.results, tells=self._grid.tells
+        )
+
+
+class StagePass:
+    """Runs the batches of one global batch of a pass on this worker's stage.
+
+    Args:
+        grid: provides module and place.
+        batch: the global batch.
+
+    Attributes:
+        rows: of its batches.
+    """
+
+    def __init__(self, grid: MegatronParallel, batch: PassBatch) -> None:
+        self._grid = grid
+        self._batch = batch
+        self.rows = BatchRows(batch.batch)
+
+    def size(self, row: int) -> int:
+        """Return the number of samples in a row; batches can be missing only among those of one size."""
+        batch = self._batch.batch
+        return batch.count(self.rows.own(row)[0])
+
+    def evaluate(self, rows: Sequence[int], size: int) -> None:
+        """Run the batches of some rows forward, together with the partners."""
+        batch = self._batch.batch
+        numbers = self.rows.counted(rows)
+        if numbers:
+            self._grid.member.model.evaluate(self._evaluate_stage, numbers, size)
+        for number in numbers:
+            batch.finished(number)
+
+    def results(self, rows: Collection[int]) -> bytes:
+        """Encode the values logged by the batches of some rows."""
+        return self._batch.results(self.rows.counted(sorted(rows)))
+
+    def _evaluate_stage(self, number: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Run a forward step; see `megatron.model.ForwardStep`."""
+        batch, strategy = self._batch, self._grid.strategy
+        module, engine = strategy.module, strategy.engine
+        engine.activity.enter("validation", number)
+        engine.fault("validation", engine.step)
+        data = stage_batch(self._grid, batch.batch.fetch(number), batch.place(number), batch.loader)
+        with batch.recording(data) as calls:
+            output = batch.run(data)
+        if not isinstance(output, Tensor):
+            raise ConfigError(
+                f"validation_step returned {output!r}; under unicron_megatron it returns the output of the stage for "
+                "one batch, a tensor, and validation_loss(output, batch) logs values computed from it on the last stage"
+            )
+        batch.calls[number] = calls
+        judge: Any = getattr(module, "validation_loss", None)
+
+        def loss(result: Tensor) -> Tensor:
+            if judge is not None:
+                with batch.recording(data) as more:
+                    judge(result, data)
+                batch.calls[number] = [*calls, *more]
+            return torch.zeros((), device=result.device)  # the schedule needs a tensor, and writes into it
+
+        return output, loss

@@ -29,7 +29,7 @@ from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.mirror import Redundancy
-from unicron_lightning.strategies.megatron.batches import StageSteps
+from unicron_lightning.strategies.megatron.batches import StageEvaluation, StageSteps
 from unicron_lightning.strategies.megatron.checkpoints import GridCheckpoints, GridDivision
 from unicron_lightning.strategies.megatron.checks import (
     check_megatron_config,
@@ -38,7 +38,6 @@ from unicron_lightning.strategies.megatron.checks import (
     find_megatron_module,
 )
 from unicron_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_scheduler, split_configuration
-from unicron_lightning.strategies.megatron.validation import StageEvaluation
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state.comparison import Divergence

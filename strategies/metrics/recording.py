@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
@@ -29,13 +29,6 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from unicron_lightning.data.loader import GlobalBatch
-
-
-class Reduce(Protocol):
-    """`Strategy.reduce`."""
-
-    def __call__(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any: ...
-
 
 Options = tuple[str, str, bool, bool, bool, bool, str, bool]
 """fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx: the identity of a logged value."""
@@ -94,7 +87,7 @@ class RecordingResults(_ResultCollection):
     def __init__(
         self,
         training: bool,
-        reduce: Reduce = lambda tensor, group=None, reduce_op="mean": tensor,
+        reduce: Callable[..., Any] = lambda tensor, group=None, reduce_op="mean": tensor,
         on_epoch_metrics: Callable[[], None] = lambda: None,
         is_local: Callable[[], bool] = lambda: False,
         dtype: torch.dtype | None = None,

@@ -29,7 +29,7 @@ from unicron_lightning.data.streams import ENDS
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.step import ReplicaEvaluation
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype, merge_calls
-from unicron_lightning.strategies.metrics.step_metrics import State, StepMetrics, merge_metric_states, set_common_aside
+from unicron_lightning.strategies.metrics.sums import State, StepMetrics, merge_metric_states, set_common_aside
 from unicron_lightning.strategies.passes.loaders import evaluation_loops, order_seed
 from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
 from unicron_lightning.worker import codec
@@ -60,7 +60,7 @@ class _Pass:
 
 
 class Passes:
-    """Validation and test passes of a model that each worker holds; implements `EvaluationRunner`.
+    """Validation and test passes of a model that each worker holds.
 
     Args:
         strategy: the strategy that they belong to.
@@ -92,7 +92,7 @@ class Passes:
         return self._made(first, batches)
 
     def _made(self, loader: DataLoader[Any], batches: PassBatches) -> EvaluationLoader:
-        return EvaluationLoader(loader, batches, self._strategy.shape.devices, self.begin, self.start_batch)
+        return EvaluationLoader(loader, batches, self.begin, self.start_batch)
 
     def step(self, run: Callable[[], Any], args: Sequence[Any]) -> Any:
         """Run a batch, with random numbers that depend on its place only, whichever rank runs it."""
@@ -228,7 +228,7 @@ class Passes:
     def _replay(self, results: RecordingResults, calls: dict[int, list[Any]], current: _Pass) -> None:
         """Logs the batches' values, a round over the declared devices at a time: under ddp that is a step."""
         trainer, device = self._trainer, self._trainer.strategy.root_device
-        module, devices = trainer.lightning_module, current.loader.devices
+        module, devices = trainer.lightning_module, self._strategy.shape.devices
         before, results.dataloader_idx = results.dataloader_idx, current.index
         rounds = -(-(max(calls, default=-1) + 1) // devices)
         objects: dict[Any, LogCall] = {}
@@ -281,7 +281,7 @@ def _encode(current: _Pass, module: torch.nn.Module) -> bytes:
 
 
 class GlobalPasses(ABC):
-    """Passes over global batches; implements `EvaluationRunner`.
+    """Validation and test passes of a model that several workers hold together, over global batches.
 
     Args:
         strategy: the strategy that they belong to.

@@ -155,7 +155,7 @@ class Loaders:
             if self._predictions is None:
                 self._predictions = self._strategy.parallelism.predictions(trainer, self._strategy.engine)
             loader = unwrapped(loader)
-            made = PredictionLoader(loader, self.pass_batches(loader, seed, seed), shape.devices, self._predictions)
+            made = PredictionLoader(loader, self.pass_batches(loader, seed, seed), self._predictions)
         else:
             made = self._strategy.parallelism.evaluation.loader(trainer, loader)
         if not is_users or (trainer.predicting and not self._samples):

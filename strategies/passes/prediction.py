@@ -50,15 +50,14 @@ class PredictionLoader(EvaluationLoader):
     Args:
         loader: the user's, `unwrapped`.
         batches: its batches.
-        devices: of the declared world.
         predictions: the run.
 
     Attributes:
         started: number of this rank's batches in the pass so far.
     """
 
-    def __init__(self, loader: DataLoader[Any], batches: PassBatches, devices: int, predictions: Predictions) -> None:
-        super().__init__(loader, batches, devices, predictions.begin, partial(predictions.start_batch, self))
+    def __init__(self, loader: DataLoader[Any], batches: PassBatches, predictions: Predictions) -> None:
+        super().__init__(loader, batches, predictions.begin, partial(predictions.start_batch, self))
         self.started = 0
         numbered: Any = None if isinstance(loader.dataset, IterableDataset) else loader.batch_sampler
         self._recorded: Any = None if numbered is None else _IndexBatchSamplerWrapper(numbered)

@@ -22,11 +22,18 @@ from unicron_lightning.data.combined import CombinedSteps
 from unicron_lightning.data.steps import IndexedSteps, StepLoader, StreamSteps
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.agreement import check_agreement, check_parameters, digest
-from unicron_lightning.worker.commit import Step
-from unicron_lightning.worker.digest import NO_DIGEST, StateDigest, part_of, parts_of
+from unicron_lightning.worker.agreement import (
+    NO_DIGEST,
+    StateDigest,
+    check_agreement,
+    check_parameters,
+    digest,
+    part_of,
+    parts_of,
+)
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement, unpack_parts
+from unicron_lightning.worker.step import Step
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy

@@ -29,8 +29,7 @@ from torch.optim import Optimizer
 from unicron_lightning.data.seeding import random_states, restore_random_states
 from unicron_lightning.strategies.metrics.loggers import adopt_versions, cut_rows, versions
 from unicron_lightning.strategies.metrics.recording import RecordingResults
-from unicron_lightning.strategies.metrics.step_metrics import StepMetrics
-from unicron_lightning.strategies.metrics.sums import SumsLayout
+from unicron_lightning.strategies.metrics.sums import StepMetrics, SumsLayout
 from unicron_lightning.strategies.state import callbacks
 from unicron_lightning.strategies.state.module_buffers import restore_unsaved, unsaved
 from unicron_lightning.worker import codec

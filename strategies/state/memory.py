@@ -24,9 +24,9 @@ from typing_extensions import override
 
 from unicron_lightning import wire
 from unicron_lightning.errors import UnicronError
+from unicron_lightning.replica.channels import PeerGroup, exchange
 from unicron_lightning.replica.fabric import EpochPlace, run_released
 from unicron_lightning.replica.member import ReplicaMember
-from unicron_lightning.replica.peers import PeerGroup, exchange
 from unicron_lightning.shared_memory import verified
 from unicron_lightning.strategies.session import FitPassed
 from unicron_lightning.strategies.state import join_state

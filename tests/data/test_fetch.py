@@ -188,7 +188,7 @@ def test_evaluation_batches_by_number(workers: int) -> None:
     order = DataOrder(user, StepShape(devices=2, accumulation=1), 0)
     batches = IndexedBatches(order, partial(Fetcher, user, order, 1))
     reports = ReportSum(world=1, finished=frozenset({1, 3, 4, 6, 7}))
-    loader = EvaluationLoader(user, batches, 2, lambda loader: loader.todo(reports, 0), started.append)
+    loader = EvaluationLoader(user, batches, lambda loader: loader.todo(reports, 0), started.append)
     assert len(loader) == 4  # a device's, as with ddp
     loader.begin(0, 2)
     assert batches.number == 4

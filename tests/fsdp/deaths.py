@@ -32,11 +32,11 @@ from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.replica import fabric as fabric_module
+from unicron_lightning.replica.channels import COALESCED_REDUCE_SCATTERS, COLLECTIVES, REDUCE_SCATTERS
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.member import ReplicaMember
-from unicron_lightning.replica.peers import COALESCED_REDUCE_SCATTERS, COLLECTIVES, REDUCE_SCATTERS
 from unicron_lightning.replica.step import ReplicaStep
-from unicron_lightning.worker.digest import StateDigest, parts_of
+from unicron_lightning.worker.agreement import StateDigest, parts_of
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement
 

@@ -22,7 +22,7 @@ from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, shard_mesh, su
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.member import send_shard
-from unicron_lightning.strategies.fsdp.wrapping import PolicyPrecision, Sharding, shard_module
+from unicron_lightning.strategies.fsdp.parallel import PolicyPrecision, Sharding, shard_module
 from unicron_lightning.worker import codec
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unicron_lightning.fsdp.accelerator import ShardAccelerator
-from unicron_lightning.replica.channels import AcceleratedGroups
-from unicron_lightning.replica.peers import PeerGroup, ProcessGroup
+from unicron_lightning.replica.channels import AcceleratedGroups, PeerGroup, ProcessGroup
 
 GARBAGE = 1e6
 

@@ -30,7 +30,7 @@ from unicron_lightning.checkpoints import saving
 from unicron_lightning.fsdp.gradients import ShardedGradients
 from unicron_lightning.fsdp.mesh import ShardGroup
 from unicron_lightning.fsdp.model import FsdpShard
-from unicron_lightning.replica.peers import COALESCED_REDUCE_SCATTERS, COLLECTIVES, REDUCE_SCATTERS
+from unicron_lightning.replica.channels import COALESCED_REDUCE_SCATTERS, COLLECTIVES, REDUCE_SCATTERS
 
 STEP = (
     *("call", "forward", "all-gather", "backward", "reduce-scatter", "reduce", "reduction", "reduced", "gate"),

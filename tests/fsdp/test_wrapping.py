@@ -11,7 +11,7 @@ from torch import nn
 from unicron_lightning import UnicronFSDPStrategy
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.fsdp import parallel
-from unicron_lightning.strategies.fsdp.wrapping import blocks_of, place_rest
+from unicron_lightning.strategies.fsdp.parallel import blocks_of, place_rest
 
 
 def names_of(module: pl.LightningModule, blocks: tuple[str, ...] | int) -> list[str]:

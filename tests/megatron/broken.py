@@ -13,9 +13,15 @@ import torch
 import torch.distributed as dist
 
 from unicron_lightning.megatron.grid import Grid, Shape
-from unicron_lightning.replica.channels import AcceleratedGroup, AcceleratedGroups, Channels
+from unicron_lightning.replica.channels import (
+    AcceleratedGroup,
+    AcceleratedGroups,
+    Channels,
+    PeerGroup,
+    ProcessGroup,
+    ReduceScatter,
+)
 from unicron_lightning.replica.fabric import ReplicaFabric
-from unicron_lightning.replica.peers import PeerGroup, ProcessGroup, ReduceScatter
 from unicron_lightning.worker.communication.gloo import wait_buried
 from unicron_lightning.worker.communication.lazy_groups import LazyGroups
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from unicron_lightning.replica.peers import Collective, PeerGroup
+from unicron_lightning.replica.channels import Collective, PeerGroup
 from unicron_lightning.worker.control.activity import Activity
 
 

@@ -18,8 +18,8 @@ from zoo.gan import Accumulating, Critic, Gan, Plain, loader
 
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.data_parallel import DataParallel
 from unicron_lightning.strategies.micro_batch import FORWARD
+from unicron_lightning.strategies.unicron import DataParallel
 
 DEVICES = 2
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning import UnicronFSDPStrategy, UnicronStrategy, environ
 from unicron_lightning.fsdp.mesh import local_shard, local_shards
-from unicron_lightning.worker.digest import StateDigest, parts_of
+from unicron_lightning.worker.agreement import StateDigest, parts_of
 
 FOLDER = Path(sys.argv[1])
 

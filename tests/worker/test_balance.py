@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_lightning.worker.rows import OBSERVED, Balance, ReportSum, deal, equal, fit
+from unicron_lightning.worker.rows import OBSERVED, Balance, ReportSum, deal, fit, shares_of
 from unicron_lightning.worker.step import plan_step
 
 TIMES = st.lists(st.floats(0.001, 10), min_size=1, max_size=6)
@@ -32,7 +32,7 @@ def test_every_micro_batch_falls_to_one_rank(counts: list[int]) -> None:
     shares = deal(range(number), counts)
     assert sorted(itertools.chain(*shares)) == list(range(number))
     assert [len(share) for share in shares] == counts and all(share == sorted(share) for share in shares)
-    assert deal(range(number), equal(number, len(counts))) == [
+    assert deal(range(number), [len(part) for part in shares_of(range(number), len(counts))]) == [
         list(range(number))[rank :: len(counts)] for rank in range(len(counts))
     ]
     plans = [plan_step(range(number), 1, ReportSum.nothing(len(counts)), rank, counts) for rank in range(len(counts))]

@@ -9,14 +9,17 @@ from worker.simulation import Coordinator, run_threads
 from worker.test_engine import CountSum
 
 from unicron_lightning.worker.agreement import (
+    NO_DIGEST,
     Difference,
     ParametersDiffer,
+    StateDigest,
     check_parameters,
     first_unequal,
     odd_ranks,
+    part_of,
+    parts_of,
 )
 from unicron_lightning.worker.buckets import GradientBuckets
-from unicron_lightning.worker.digest import NO_DIGEST, StateDigest, part_of, parts_of
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement
 from unicron_lightning.worker.step import GradientStep

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, SupportsIndex
 
 import torch
@@ -99,6 +99,41 @@ class GlobalBatch:
     def num_samples(self) -> int:
         """Number of data set items in the whole step, over all ranks."""
         return sum(self.count(micro_batch) for micro_batch in self.micro_batches)
+
+
+class BatchRows:
+    """The rows of a global batch that replicas share: each has the micro-batches that it has in a full one.
+
+    So each replica reads the streams of its devices, also where others have ended. Where some are missing, a worker has
+    one that does not count.
+
+    Args:
+        batch: the global batch.
+        size: micro-batches of a row: one for each shard, or one that a replica computes together.
+        shard: of this worker.
+
+    Attributes:
+        numbers: of all rows.
+    """
+
+    def __init__(self, batch: GlobalBatch, size: int = 1, shard: int = 0) -> None:
+        self.numbers = list(range(batch.in_full_step[-1] // size + 1))
+        self._size, self._shard = size, shard
+        self._present = dict(zip(batch.in_full_step, batch.micro_batches, strict=True))
+        self._last = batch.micro_batches[-1]
+
+    def own(self, row: int) -> tuple[int, bool]:
+        """Return this worker's micro-batch of a row, and whether it counts."""
+        number = self._present.get(row * self._size + self._shard)
+        return self._last if number is None else number, number is not None
+
+    def counted(self, rows: Iterable[int]) -> list[int]:
+        """Return this worker's micro-batches of some rows that count."""
+        return [number for number, counts in map(self.own, rows) if counts]
+
+    def is_empty(self, row: int) -> bool:
+        """Return whether no shard has a micro-batch that counts."""
+        return not any(place in self._present for place in range(row * self._size, (row + 1) * self._size))
 
 
 def joined(batches: Sequence[Any]) -> Any:

@@ -371,12 +371,11 @@ class EvaluationLoader(InPlace):
     Args:
         loader: the user's.
         batches: its batches; the number of their rounds is the length.
-        devices: of the declared world.
         begin: called with this loader when iteration starts; returns the batches to run.
         start: called with each batch's number before it is yielded.
 
     Attributes:
-        batches, devices: as above.
+        batches: as above.
         finished: numbers that this rank reports of the pass; for streams, with their ends.
     """
 
@@ -384,13 +383,11 @@ class EvaluationLoader(InPlace):
         self,
         loader: DataLoader[Any],
         batches: PassBatches,
-        devices: int,
         begin: Callable[[Any], Iterable[int]],
         start: Callable[[int], None],
     ) -> None:
         super().__init__(loader)
         self.batches = self._fetcher = batches
-        self.devices = devices
         self.finished: set[int] = set()
         self._begin = begin
         self._start = start

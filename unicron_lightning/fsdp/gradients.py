@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from unicron_lightning.fsdp.mesh import local_shard, with_local_shard
-from unicron_lightning.replica.peers import PeerGroup
+from unicron_lightning.replica.channels import PeerGroup
 
 BUCKET_BYTES = 25 << 20
 """Size above which a bucket gets no further parameter."""

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.replica.peers import ProcessGroup
+from unicron_lightning.replica.channels import ProcessGroup
 
 SHARDS = "data_parallel"
 """Name of the mesh's dimension, as in Lightning's ModelParallelStrategy."""

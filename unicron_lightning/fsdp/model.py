@@ -14,8 +14,7 @@ from unicron_lightning.fsdp.accelerator import ShardAccelerator
 from unicron_lightning.fsdp.folder import load_optimizer, with_values
 from unicron_lightning.fsdp.gradients import ShardedGradients
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, local_shards, reset_after_exception, reshard
-from unicron_lightning.replica.channels import Channels
-from unicron_lightning.replica.peers import PeerGroup
+from unicron_lightning.replica.channels import Channels, PeerGroup
 from unicron_lightning.worker import codec
 
 _CPU = torch.device("cpu")

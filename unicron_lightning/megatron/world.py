@@ -18,8 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from unicron_lightning.megatron.grid import Shape
-from unicron_lightning.replica.channels import AcceleratedGroup, AcceleratedGroups, Channels, Topology
-from unicron_lightning.replica.peers import ProcessGroup
+from unicron_lightning.replica.channels import AcceleratedGroup, AcceleratedGroups, Channels, ProcessGroup, Topology
 from unicron_lightning.worker.communication.gloo import OPERATION_TIMEOUT
 
 BACKEND: Final = "unicron"

@@ -27,9 +27,8 @@ import torch.distributed as dist
 from typing_extensions import Self, override
 
 from unicron_lightning import wire
-from unicron_lightning.replica.channels import Channels, Topology
+from unicron_lightning.replica.channels import Channels, PeerGroup, Topology
 from unicron_lightning.replica.layout import ReplicaLayout, ReplicaShape, StateLost, Word, plan_layout
-from unicron_lightning.replica.peers import PeerGroup
 from unicron_lightning.worker.communication.communicator import (
     Communicator,
     CommunicatorAborted,

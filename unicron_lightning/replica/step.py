@@ -6,7 +6,7 @@ of a validation pass (`ReplicaEvaluation`).
 3. **Gate.** A small all-reduce of all members. A worker past it knows that all reductions are complete, and that its
    partners have come this far. Before it, workers wait within a replica only in calls.
 4. **Finalization** within each replica, such as the norm of the gradients.
-5. **Commit** (`worker.commit`), as for a model that each worker holds. The update follows and
+5. **Commit**, as for a model that each worker holds. The update follows and
    needs no other worker. If optimizer shards are spread over replicas, the update and its copies (`keeper`) come before
    the commit, so that a committed step has nothing left to lose.
 
@@ -32,11 +32,11 @@ from typing_extensions import override
 
 from unicron_lightning.replica.fabric import EpochPlace, ReplicaFabric, run_released
 from unicron_lightning.replica.member import ReplicaModel
-from unicron_lightning.worker.commit import Step, Sums
-from unicron_lightning.worker.digest import NO_DIGEST, StateDigest
+from unicron_lightning.worker.agreement import NO_DIGEST, StateDigest
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Evaluation
 from unicron_lightning.worker.rows import Balance, Report, ReportSum, RowPlan, plan_rows, shares_of
+from unicron_lightning.worker.step import Step, Sums
 
 _Sums = TypeVar("_Sums", bound=Sums)
 

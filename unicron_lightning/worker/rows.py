@@ -210,11 +210,6 @@ def fit(times: Sequence[float], total: int) -> list[int]:
     return counts
 
 
-def equal(total: int, world: int) -> list[int]:
-    """The counts of a round-robin division."""
-    return [len(range(rank, total, world)) for rank in range(world)]
-
-
 class Balance(OfProcess):
     """Shares of the present epoch by speed: a rank with slower micro-batches gets fewer of them.
 
@@ -261,7 +256,7 @@ class Balance(OfProcess):
 
     def _review(self) -> None:
         usual = [statistics.median(values) for values in zip(*self._seen, strict=True)]
-        counts = self._counts or equal(self._total, len(usual))
+        counts = self._counts or [*map(len, shares_of(range(self._total), len(usual)))]
         better = fit(usual, self._total)
         now, then = (max(n * t for n, t in zip(part, usual, strict=True)) for part in (counts, better))
         if then > (1.0 - WORTH) * now:

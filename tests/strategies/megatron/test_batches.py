@@ -12,12 +12,16 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("megatron.core.package_info")
 
-from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.data.loader import BatchRows, GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.step import ReplicaEvaluation
-from unicron_lightning.strategies.megatron.batches import StageBatches, StagePlaces, StageSteps, stage_batch
-from unicron_lightning.strategies.megatron.validation import StageEvaluation
+from unicron_lightning.strategies.megatron.batches import (
+    StageBatches,
+    StageEvaluation,
+    StageSteps,
+    stage_batch,
+)
 from unicron_lightning.strategies.state.comparison import Divergence
 from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.rows import ReportSum
@@ -77,8 +81,8 @@ def test_samples_are_to_make_whole_micro_batches_of_all_replicas() -> None:
 
 def test_places_of_a_global_batch_that_begins_later() -> None:
     """Map-style data: the second global batch of a pass, which is smaller."""
-    places = StagePlaces(GlobalBatch(0, 1, range(4, 7), lambda number: None, lambda number: 2, in_full_step=range(3)))
-    assert list(places.all) == [0, 1, 2] and places.numbers(places.all) == [4, 5, 6]
+    rows = BatchRows(GlobalBatch(0, 1, range(4, 7), lambda number: None, lambda number: 2, in_full_step=range(3)))
+    assert rows.numbers == [0, 1, 2] and rows.counted(rows.numbers) == [4, 5, 6]
 
 
 class Replica:

@@ -16,8 +16,14 @@ from worker.simulation import Coordinator, run_threads
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.strategies.collectives.default_group import never
 from unicron_lightning.strategies.metrics.recording import LogCall, Options, RecordingResults, merge_calls
-from unicron_lightning.strategies.metrics.step_metrics import StepMetrics, merge_metric_states, set_common_aside
-from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums, SumsLayout
+from unicron_lightning.strategies.metrics.sums import (
+    NormStatistics,
+    StepMetrics,
+    StepSums,
+    SumsLayout,
+    merge_metric_states,
+    set_common_aside,
+)
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import GradientBuckets

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from unicron_lightning.data import pass_loaders
+from unicron_lightning.data import passes
 from unicron_lightning.worker.rows import RowPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
@@ -56,7 +56,7 @@ def run(name: str, folder: Path, workers: int) -> Drawing:
 def test_numbers_are_those_of_the_batch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when another rank runs a batch after other ones, with samples that were read ahead or not."""
     one = run(name, tmp_path, 0)
-    monkeypatch.setattr(pass_loaders, "plan_rows", lambda *given: RowPlan(calls=((3, 2, 1, 0),), lost=()))
+    monkeypatch.setattr(passes, "plan_rows", lambda *_, **__: RowPlan(calls=((3, 2, 1, 0),), lost=()))
     other = run(name, tmp_path, 1)
     assert list(one.drawn) == [0, 1, 2, 3] and list(other.drawn) == [3, 2, 1, 0]
     assert one.drawn == other.drawn and one.hooks == other.hooks
