@@ -229,7 +229,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         elsewhere = trainer.state.fn == TrainerFn.FITTING and self._session.has_newer_state
         if elsewhere and not self._session.joins and self._session.control is not None:
             continue_files(trainer.loggers, self._session.control, self._session.fits + 1)
-        self._restores = "after" if elsewhere or parallelism.checkpoints.restores_late else "before"
+        self._restores = "after" if elsewhere or not parallelism.whole else "before"
         parallelism.begin(self._session)
 
     @override
@@ -410,7 +410,7 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.parallelism.checkpoints.module_state(super().lightning_module_state_dict)
+        return super().lightning_module_state_dict() if self.parallelism.whole else {}
 
     @property
     @override
@@ -463,7 +463,7 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.parallelism.checkpoints.optimizer_state(optimizer, partial(super().optimizer_state, optimizer))
+        return super().optimizer_state(optimizer) if self.parallelism.whole else {}
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:

@@ -18,7 +18,7 @@ from unicron_lightning.strategies.collectives.operations import RECORD_BYTES
 from unicron_lightning.strategies.console import say_saved, take_over_bar
 from unicron_lightning.strategies.metrics.loggers import take_over
 from unicron_lightning.strategies.session import FitPassed
-from unicron_lightning.strategies.state import callbacks, join_state, resumed_run
+from unicron_lightning.strategies.state import callbacks, join_state
 from unicron_lightning.strategies.state.join_state import WHOLE
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.control.thread import terminable
@@ -150,12 +150,12 @@ class Membership:
         self._reset = strategy.parallelism.snapshot()
         if not join_state.is_at_boundary(state):
             restore = partial(self._restore_again, trainer, join_state.restore_again)
-            resumed_run.run_from_checkpoint(trainer, restore)
+            join_state.run_from_checkpoint(trainer, restore)
 
     def begun(self, trainer: pl.Trainer) -> None:
         """Have the loop of a run that has begun leave a data epoch that its checkpoint has ended."""
         if self._arrival is None:
-            resumed_run.leave_finished_epoch(trainer.fit_loop)
+            join_state.leave_finished_epoch(trainer.fit_loop)
 
     def _restore_again(self, trainer: pl.Trainer, restore: Callable[..., None]) -> None:
         strategy = self._strategy

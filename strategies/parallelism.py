@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
@@ -83,18 +82,12 @@ class CheckpointStore(ABC):
     """Writes and reads checkpoints. One that keeps everything in Lightning's file only has to write it.
 
     Attributes:
-        restores_late: whether Lightning restores the script's ``ckpt_path`` after `Strategy.setup`.
         divided: whether each worker reads a part of a checkpoint; otherwise each reads all of it.
         at_urls: whether checkpoints that are written beside the training may be at URLs.
     """
 
-    restores_late = False
     divided = False
     at_urls = True
-
-    def module_state(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the module's state for a checkpoint."""
-        return state()
 
     @abstractmethod
     def save(self, checkpoint: dict[str, Any], filepath: Any, options: Any) -> str | None:
@@ -119,10 +112,6 @@ class CheckpointStore(ABC):
     def written(self, step: int) -> None:  # noqa: B027
         """Learn that a checkpoint of a step is complete; called by any thread."""
 
-    def optimizer_state(self, optimizer: Optimizer, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return an optimizer's state for a checkpoint."""
-        return state()
-
     def load(self, path: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return a checkpoint's content; ``read`` gives that of Lightning's file."""
         return read()
@@ -141,6 +130,8 @@ class Parallelism(ABC):
 
     Attributes:
         whole: whether each worker holds all of it, so that the workers can be compared, and are torch's default group.
+            Otherwise Lightning's checkpoints have no state of the module and its optimizers: joiners get their shards
+            from another replica, and `checkpoints` writes them, and restores them once the model is built.
         shuffles: whether training data is shuffled as under ddp.
         shards: devices that compute a micro-batch together, in the declared world.
         one_size: whether all micro-batches must have the same number of samples.

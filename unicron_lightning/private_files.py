@@ -1,18 +1,23 @@
-"""Files and folders that only this user may read, and this user's folder on this machine.
+"""Files and folders that only this user may read, this user's folder on this machine, and files at paths of others.
 
 The folder has agents' sockets, slots' locks, coordinators' state and logs. It lies below the folder for temporary files
 (TMPDIR, else /tmp), to which all users of the machine can write. Another user may thus have created it beforehand, as a
 folder or a symbolic link, and could then read and replace its contents. Therefore its owner and mode, and those of the
 folders within it, are checked at each use.
+
+At a path that others choose, a pipe would block its reader for ever, and a device has no end: only regular files are
+opened there.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from unicron_lightning.errors import ConfigError
 
@@ -111,3 +116,47 @@ def _check_parent(folder: Path) -> None:
     if found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX:
         mode = stat.S_IMODE(found.st_mode)
         raise ConfigError(f"{folder} has mode {mode:04o}, any user can replace its contents: expected 1777; or {_ELSE}")
+
+
+def open_regular(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file; usable as ``opener`` of ``open``.
+
+    Args:
+        path: the file; symbolic links are followed.
+        flags: of ``os.open``; O_CLOEXEC and O_NONBLOCK, which has no effect on a regular file, are added.
+
+    Returns:
+        A descriptor, closed by the caller.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe, a device, a socket or a folder.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file", os.fspath(path))
+    return descriptor
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    with open(path, "rb", opener=open_regular) as file:
+        return file.read()
+
+
+def open_stored(path: str | os.PathLike[str]) -> AbstractContextManager[IO[bytes]]:
+    """Open a regular file, or what is at a URL for which fsspec has a package, for reading.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    if "://" not in str(path):
+        return open(path, "rb", opener=open_regular)
+    import fsspec  # type: ignore[import-untyped]  # for URLs only
+
+    found: AbstractContextManager[IO[bytes]] = fsspec.open(str(path), "rb")
+    return found

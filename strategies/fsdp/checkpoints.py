@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.optim import Optimizer
 
 from unicron_lightning.checkpoints.files import is_folder, located
 from unicron_lightning.checkpoints.index import read_rest
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
-from unicron_lightning.checkpoints.saving import WriteOnce
+from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp import folder
 from unicron_lightning.fsdp.folder import load_optimizer, load_parameters, whole_optimizer, whole_parameters
 from unicron_lightning.fsdp.mesh import reshard
-from unicron_lightning.replica.fabric import ReplicaFabric, run_released
+from unicron_lightning.replica.fabric import EpochPlace, run_released
 from unicron_lightning.strategies.state.checkpointing import (
     SingleFileCheckpoints,
     left_out,
@@ -29,7 +28,6 @@ from unicron_lightning.strategies.state.checkpointing import (
     write_checkpoint,
 )
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.engine import Engine
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
@@ -45,8 +43,6 @@ class ShardedCheckpoints(SingleFileCheckpoints):
     Attributes:
         loaded: whether a checkpoint has been loaded since the script's first ``fit`` began.
     """
-
-    restores_late = True
 
     def __init__(self, parallel: FsdpParallel, *, folders: bool) -> None:
         super().__init__(parallel.strategy)
@@ -69,14 +65,6 @@ class ShardedCheckpoints(SingleFileCheckpoints):
                 "a further trainer.fit after a checkpoint has been loaded (ckpt_path): with unicron_fsdp it continues "
                 "from the parameters of the fit before; expected no ckpt_path until the script's last fit has ended"
             )
-
-    def module_state(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return an empty state: see `save`; joiners get their shards from another replica."""
-        return {}
-
-    def optimizer_state(self, optimizer: Optimizer, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return an empty state, as `module_state`."""
-        return {}
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, options: Any) -> str | None:
         """Complete a checkpoint and write it; repeated by another replica if a worker dies meanwhile.
@@ -104,8 +92,20 @@ class ShardedCheckpoints(SingleFileCheckpoints):
             strategy.reported.leave_record(strategy.session, checkpoint, path, digest)
             return digest
 
-        operation = ReplicaCheckpoint(self._parallel.member.fabric, lambda: model.group.collect(model.state()), write)
-        return strategy.engine.run(operation).decode()
+        def place() -> EpochPlace:
+            found = self._parallel.member.fabric.place
+            assert found is not None
+            return found
+
+        def collect() -> list[bytes]:
+            """Send the shards of a replica to its first worker, and return them there."""
+            strategy.engine.fault("collect", strategy.engine.step)
+            if place().replica != 0:
+                return []
+            found: list[bytes] = run_released(lambda: model.group.collect(model.state()))
+            return found
+
+        return strategy.engine.run(WriteFile(write, collect, lambda: place().layout.replicas[0].members[0])).decode()
 
     def held_parts(self) -> Sequence[str]:
         """Return this worker's shard, if it is part of a replica."""
@@ -160,36 +160,3 @@ class ShardedCheckpoints(SingleFileCheckpoints):
             folder.load_optimizer_part(part, self._parallel.strategy.module, optimizer)
         elif state:
             load_optimizer(optimizer, state, whole=True)
-
-
-class ReplicaCheckpoint(WriteOnce):
-    """The operation that writes a checkpoint as a file.
-
-    Args:
-        fabric: provides this worker's place.
-        collect: sends the replica's shards to its first worker, and returns them there.
-        write: writes the shards; returns the digest.
-    """
-
-    def __init__(
-        self,
-        fabric: ReplicaFabric[Any],
-        collect: Callable[[], list[bytes]],
-        write: Callable[[Sequence[bytes]], str],
-    ) -> None:
-        super().__init__()
-        self._fabric = fabric
-        self._collect = collect
-        self._write = write
-
-    def attempt(self, engine: Engine) -> bytes:
-        place = self._fabric.place
-        assert place is not None
-        writer = place.layout.replicas[0].members[0]
-        engine.fault("collect", engine.step)
-        if self.digest is None and place.replica == 0:
-            shards = run_released(self._collect)
-            if place.rank == writer:
-                engine.fault("checkpoint", engine.step)
-                self.digest = self._write(shards)
-        return self.gather(engine, b"" if self.digest is None else self.digest.encode())[writer]

@@ -33,7 +33,7 @@ from unicron_lightning.strategies.state.memory import ReplicaDivision
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
-from unicron_lightning.worker.state_parts import DividedState, OwnState, joined
+from unicron_lightning.worker.state_parts import DividedState, joined
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.megatron.parallel import MegatronParallel
@@ -74,17 +74,12 @@ class GridCheckpoints(CheckpointStore):
         grid: the parallelism that they belong to.
     """
 
-    restores_late = True  # Megatron's optimizer has to exist
     divided = True
     at_urls = False
 
     def __init__(self, grid: MegatronParallel) -> None:
         self._grid = grid
         self._resumes: str | None = None
-
-    def module_state(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return an empty state: see `save`."""
-        return {}
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, options: Any) -> str | None:
         """Write a folder in Megatron's format, with all workers (`unicron_lightning.megatron.checkpoint`)."""
@@ -199,7 +194,7 @@ class GridDivision(ReplicaDivision):
         if keeper is not None:
             shard["optimizer"] = keeper.plain_state()
         own = {"shard": shard, "loops": state() if speaks else None}
-        return replace((DividedState if self.equal else OwnState).of(own), layout=self._layout())
+        return replace(DividedState.of(own), layout=self._layout())
 
     @override
     def joined(self, parts: Sequence[bytes]) -> dict[str, Any]:

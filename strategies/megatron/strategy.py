@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.grid import Shape
-from unicron_lightning.megatron.keeper import check_redundancy
 from unicron_lightning.megatron.model import ShardModel
+from unicron_lightning.megatron.sharded import check_redundancy
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy

@@ -31,7 +31,7 @@ from unicron_lightning.checkpoints.files import (
     total,
 )
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
-from unicron_lightning.checkpoints.saving import SaveFolder
+from unicron_lightning.checkpoints.saving import SaveFolder, WriteFile
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.parallelism import CheckpointStore
@@ -39,7 +39,7 @@ from unicron_lightning.strategies.session import FitPassed, Session
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.operations import Agreement, LeaderAction, unpack_parts
+from unicron_lightning.worker.operations import Agreement, unpack_parts
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -64,16 +64,16 @@ class SingleFileCheckpoints(CheckpointStore):
         """Write a checkpoint by one worker, and by another if that one dies meanwhile."""
         strategy, path = self._strategy, located(filepath)
 
-        def write() -> bytes:
+        def write(_: Sequence[bytes] = ()) -> str:
             digest = write_checkpoint(strategy.checkpoint_io, checkpoint, filepath, options)
             strategy.reported.leave_record(strategy.session, checkpoint, path, digest)
-            return digest.encode()
+            return digest
 
         if strategy.collectives.interrupted():
             # Not reported, unless it replaces a checkpoint that was: its digest would be wrong.
-            digest = write() if strategy.is_global_zero else b""
-            return digest.decode() if digest and path in strategy.reported.saved else None
-        return unpack_parts(strategy.engine.run(LeaderAction("save_checkpoint", write)))[0].decode()
+            digest = write() if strategy.is_global_zero else ""
+            return digest if digest and path in strategy.reported.saved else None
+        return strategy.engine.run(WriteFile(write)).decode()
 
     def load(self, path: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the checkpoint, a file or a folder; one of another strategy counts steps from now on."""

@@ -306,7 +306,7 @@ class PartnerCopies(Indivisible):
         if divided is None:
             return {}
         own = [part for part in plan if part.holders[0] == rank and part.receivers]
-        return {part.number: divided.size(part.piece, part.pieces) for part in own}
+        return {part.number: divided.size(*part.share) for part in own}
 
 
 class _Found(msgspec.Struct):

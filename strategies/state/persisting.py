@@ -26,7 +26,7 @@ from torch import Tensor
 from unicron_lightning.checkpoints.client import IN_FLIGHT, WriterProcess
 from unicron_lightning.checkpoints.files import located
 from unicron_lightning.checkpoints.messages import HOLDERS_LOST, WriteVersion
-from unicron_lightning.checkpoints.pieces import HeldCheckpoint, part_writers, saved_bytes, stage
+from unicron_lightning.checkpoints.pieces import HeldCheckpoint, part_writers, stage
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.shared_memory import MemoryPool, PooledMemory
 from unicron_lightning.worker.operations import Agreement, unpack_parts
@@ -357,8 +357,6 @@ class _Copy:
         self.memories: list[PooledMemory] = []
         self._names = names
         self._held = held
-        files = held.files.items()
-        self._files = {name: each if isinstance(each, bytes) else saved_bytes(each) for name, each in files}
 
     @property
     def sources(self) -> list[torch.Tensor]:
@@ -368,7 +366,7 @@ class _Copy:
     def make(self, pool: MemoryPool) -> None:
         """Copy; an error becomes that of the order."""
         try:
-            self.order, self.memories = stage(pool, self.order, self._names, self._held, self._files)
+            self.order, self.memories = stage(pool, self.order, self._names, self._held)
         except (OSError, MemoryError, LookupError, ValueError, RuntimeError) as error:
             self.order = _failed(self.order, str(error) or repr(error))
 

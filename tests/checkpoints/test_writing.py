@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from unicron_lightning.checkpoints.client import WriterProcess
-from unicron_lightning.checkpoints.files import REST, digest_of, is_folder
+from unicron_lightning.checkpoints.files import digest_of, is_folder
 from unicron_lightning.checkpoints.index import read_checkpoint
 from unicron_lightning.checkpoints.messages import VersionFailed, VersionOver, VersionWritten, WriteVersion
 from unicron_lightning.checkpoints.pieces import (
@@ -99,7 +99,7 @@ def content(seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
 def staged(pool: MemoryPool, order: WriteVersion, seed: int = 0) -> tuple[WriteVersion, list[PooledMemory]]:
     state, rest = content(seed)
     names = [""] * len(order.holders)
-    return stage(pool, order, names, HeldCheckpoint.whole(state, rest), {REST: saved_bytes(rest)})
+    return stage(pool, order, names, HeldCheckpoint.whole(state, rest))
 
 
 class Group:

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from unicron_lightning.checkpoints.files import digest_of
 from unicron_lightning.checkpoints.messages import VersionWritten, WriteVersion
-from unicron_lightning.checkpoints.pieces import part_writers, saved_bytes, stage
+from unicron_lightning.checkpoints.pieces import part_writers, stage
 from unicron_lightning.checkpoints.storage import storage_of
 from unicron_lightning.checkpoints.writer import WritingVersion
 from unicron_lightning.errors import ConfigError
@@ -92,7 +92,7 @@ def save_beside(
     shard = str(rank % (tp * pp) if tp > 1 else parallel_state.get_pipeline_model_parallel_rank())
     copies = None
     if zero1:
-        optimizer = ShardedOptimizer([training.ddp], training.optimizer)
+        optimizer = ShardedOptimizer(training.ddp, training.optimizer)
         pieces = optimizer.pieces
         data = torch.empty(ROWS, sum(map(len, pieces)))
         optimizer.read(data)
@@ -106,8 +106,7 @@ def save_beside(
     order = WriteVersion(
         number=1, name="v", path=f"{path}-beside", rank=rank, holders=list(writers.values()), seconds=60.0
     )
-    files = {name: each if isinstance(each, bytes) else saved_bytes(each) for name, each in held.files.items()}
-    order, memories = stage(MemoryPool(), order, list(writers), held, files)
+    order, memories = stage(MemoryPool(), order, list(writers), held)
     version = WritingVersion(order, [each.content for each in memories], storage_of(order.path, order.name))
     while (outcome := version.advance()) is None:
         time.sleep(0.05)

@@ -52,7 +52,7 @@ class Rank:
         plain.start(rank, world, folder, pp=pp, name="groups0")
         redundancy = Redundancy(**options.pop("redundancy", {}))
         self.training = plain.build(toy.Toy(bf16=options.pop("bf16", False)), zero1=True, **options)
-        self.optimizer = ShardedOptimizer([self.training.ddp], self.training.optimizer)
+        self.optimizer = ShardedOptimizer(self.training.ddp, self.training.optimizer)
         self.mirror = Mirror(self.optimizer, redundancy)
         stage = parallel_state.get_pipeline_model_parallel_rank()
         place, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -91,7 +91,7 @@ class Rank:
     def recover(self) -> tuple[int, ...]:
         """Make new groups without the dead ranks; return the versions that can be restored in them."""
         alive = self.survivors()
-        self.mirror.abort("a rank has died")
+        self.mirror._exchange.abort("a rank has died")
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         plain.start(alive.index(self.rank), len(alive), self.folder, name="groups1")
@@ -182,7 +182,7 @@ def grown(rank: int, world: int, folder: Path, *, founders: int) -> dict[str, An
     size = 1 if joins else founders
     plain.start(0 if joins else rank, size, folder, name=f"groups0{alone}")
     training = plain.build(toy.Toy(), zero1=True, seed=99 if joins else 1234)
-    mirror = Mirror(optimizer := ShardedOptimizer([training.ddp], training.optimizer), Redundancy(copies=0))
+    mirror = Mirror(optimizer := ShardedOptimizer(training.ddp, training.optimizer), Redundancy(copies=0))
     if not joins:
         mirror.join(exchange(folder, "mirror0", rank, founders))
         mirror.hold(0)

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 from worker.simulation import Coordinator, Fault, Killed, TaskIsOver, run_threads
 
+from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.errors import ProgramsDiffer
 from unicron_lightning.worker.buckets import FlatBucket, GradientBuckets
 from unicron_lightning.worker.communication.communicator import STOP, gather_bytes
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.operations import Agreement, Evaluation, Join, LeaderAction, unpack_parts
+from unicron_lightning.worker.operations import Agreement, Evaluation, Join, unpack_parts
 from unicron_lightning.worker.rows import ReportSum, plan_rows
 from unicron_lightning.worker.step import GradientStep
 
@@ -162,7 +163,7 @@ class Program:
         parts = unpack_parts(self.engine.run(operation))
         numbers = sorted(int(n) for part in parts for n in part.split(b",") if n)
         assert numbers == list(range(4)), "every batch evaluated once"
-        self.engine.run(LeaderAction("checkpoint", lambda: b""))
+        self.engine.run(WriteFile(lambda _: ""))
 
 
 def simulate(
@@ -362,23 +363,23 @@ def test_a_stop_that_not_all_members_want_gives_way_to_their_step(wanted: tuple[
         engine.close()
 
 
-def test_a_leaders_action_is_done_by_another_when_the_leader_dies() -> None:
+def test_a_file_is_written_by_another_when_its_writer_dies() -> None:
     coordinator = Coordinator()
     engines = {name: coordinator.worker(name) for name in ("w0", "w1")}
     acted: list[str] = []
     engines["w0"].fault = Fault(4)  # exchange, connect, "checkpoint", then "agree", after its action
 
     def program(name: str) -> Any:
-        def act() -> bytes:
+        def act(_: Sequence[bytes]) -> str:
             acted.append(name)
-            return name.encode()
+            return name
 
-        return lambda: engines[name].run(LeaderAction("write", act))
+        return lambda: engines[name].run(WriteFile(act))
 
     coordinator.start()
     results = run_threads(coordinator, [(name, program(name)) for name in engines])
     assert isinstance(results["w0"], Killed) and acted == ["w0", "w1"]
-    assert unpack_parts(results["w1"]) == [b"w1"]
+    assert results["w1"] == b"w1"
     for engine in engines.values():
         engine.close()
 

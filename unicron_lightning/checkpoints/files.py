@@ -25,7 +25,7 @@ from typing import IO, Any, Final, cast
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.regular_files import open_stored, read_regular
+from unicron_lightning.private_files import open_stored, read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -114,13 +114,15 @@ class OpenCheckpoint:
             parts: number of parts.
 
         Raises:
-            OSError: a file cannot be read.
+            OSError: a file cannot be read, or is a pipe or the like.
         """
         if self._descriptor is None:
             there = _names_at(self.path)
         else:
             there = names(self.path) if Path(self.path).is_dir() else None
-        return {_WHOLE: _digest(self.path)} if there is None else folder_digests(self.path, there[part::parts])
+        if there is None:
+            return {_WHOLE: _digest(self.path)}
+        return {name: _digest(f"{self.path}/{name}") for name in there[part::parts]}
 
     def close(self) -> None:
         """Release it."""
@@ -144,15 +146,6 @@ def _names_at(url: str) -> list[str] | None:
 def names(folder: str | Path) -> list[str]:
     """Return the files of a folder and of its folders, relative to it, in order."""
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if not path.is_dir())
-
-
-def folder_digests(folder: str | Path, files: list[str]) -> dict[str, str]:
-    """Return the digests of some files of a folder, or at a URL.
-
-    Raises:
-        OSError: a file cannot be read, or is a pipe or the like.
-    """
-    return {name: _digest(f"{folder}/{name}") for name in files}
 
 
 def total(digests: Mapping[str, str]) -> str:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from unicron_lightning.checkpoints.files import INDEX, MODEL, OPTIMIZER, REST, by_number
 from unicron_lightning.checkpoints.pieces import HeldTensor, IndexEntry
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.regular_files import open_stored
+from unicron_lightning.private_files import open_stored
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _SET: Final = frozenset(

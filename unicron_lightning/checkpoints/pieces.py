@@ -78,11 +78,6 @@ def divide(shapes: Sequence[tuple[Sequence[int], int]], parts: int) -> list[list
     return found
 
 
-def aligned(size: int) -> int:
-    """Return the bytes that a piece of this size occupies."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def blocks(shape: Sequence[int], start: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut a range of a tensor's elements into blocks along its dimensions.
 
@@ -182,13 +177,13 @@ class HeldCheckpoint:
 
     Attributes:
         tensors: by the names of their parts, if the model is divided; else all, under "", equal on all workers.
-        files: contents of the files beside tensors and index: bytes, or other values for torch.save.
+        files: contents of the files beside tensors and index.
         objects: entries of the index that are in no part, as torch.save writes them.
         places: path of each entry in the nested state.
     """
 
     tensors: Mapping[str, Sequence[HeldTensor]]
-    files: Mapping[str, Any]
+    files: Mapping[str, bytes]
     objects: Mapping[str, bytes] = field(default_factory=dict)
     places: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
 
@@ -203,7 +198,7 @@ class HeldCheckpoint:
         }
         return cls(
             tensors={"": [HeldTensor.of(name, each) for name, each in tensors.items()]},
-            files={REST: rest},
+            files={REST: saved_bytes(rest)},
             objects={name: saved_bytes(each) for name, each in flat.items() if name not in tensors},
             places=places,
         )
@@ -235,7 +230,7 @@ class HeldCheckpoint:
 
 
 def stage(
-    pool: MemoryPool, order: WriteVersion, names: Sequence[str], held: HeldCheckpoint, files: Mapping[str, bytes]
+    pool: MemoryPool, order: WriteVersion, names: Sequence[str], held: HeldCheckpoint
 ) -> tuple[WriteVersion, list[PooledMemory]]:
     """Copy the parts that a rank holds.
 
@@ -244,7 +239,6 @@ def stage(
         order: without its parts.
         names: of all parts, see `HeldCheckpoint.parts`.
         held: the checkpoint.
-        files: its `HeldCheckpoint.files`, as bytes.
 
     Returns:
         The order, and its memories.
@@ -261,10 +255,10 @@ def stage(
             described, size = [], 0
             for each in pieces:
                 described.append((each.staged(size), each.data))
-                size += aligned(each.data.nbytes)
+                size += -(-each.data.nbytes // ALIGNMENT) * ALIGNMENT
             parts.append((part, described))
             sizes.append(size)
-    packed = pack_parts([*files.values(), *held.objects.values()])
+    packed = pack_parts([*held.files.values(), *held.objects.values()])
     memories = pool.take([*sizes, len(packed)])
     for (_, described), memory in zip(parts, memories, strict=False):
         for piece, data in described:
@@ -273,7 +267,7 @@ def stage(
     order = msgspec.structs.replace(
         order,
         parts=[StagedPart(part, [piece for piece, _ in described]) for part, described in parts],
-        files=list(files),
+        files=list(held.files),
         objects=list(held.objects),
         places={name: list(place) for name, place in held.places.items()},
     )
@@ -393,7 +387,7 @@ def publish(
         storage: of the version, begun.
         pieces: of all parts.
         objects: see `HeldCheckpoint`.
-        files: see `HeldCheckpoint`; as bytes.
+        files: see `HeldCheckpoint`.
         places: see `HeldCheckpoint`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The operation by which all workers that hold parts of a checkpoint write it as a folder while training waits."""
+"""Operations that write a checkpoint while training waits: a file by one worker, or a folder by all that hold parts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from pathlib import Path
 import msgspec
 
 from unicron_lightning.checkpoints.files import total
-from unicron_lightning.checkpoints.pieces import (
-    HeldCheckpoint,
-    WrittenPart,
-    part_writers,
-    publish,
-    saved_bytes,
-    write_part,
-)
+from unicron_lightning.checkpoints.pieces import HeldCheckpoint, WrittenPart, part_writers, publish, write_part
 from unicron_lightning.checkpoints.storage import FolderStorage
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
@@ -45,7 +38,38 @@ class WriteOnce(Indivisible):
 
     def gather(self, engine: Engine, data: bytes, about: str = "") -> list[bytes]:
         """Exchange the bytes of all ranks."""
+        engine.fault("agree", self.name + about)
         return gather_bytes(engine.communicator, data, engine.tag(self.name + about))
+
+
+class WriteFile(WriteOnce):
+    """Writes a file by one worker, and by another one if that one dies meanwhile.
+
+    Args:
+        write: writes the file with what was collected; returns the digest.
+        collect: collects what the writer needs from other workers.
+        writer: returns the rank that writes.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Sequence[bytes]], str],
+        collect: Callable[[], Sequence[bytes]] = tuple,
+        writer: Callable[[], int] = int,
+    ) -> None:
+        super().__init__()
+        self._write = write
+        self._collect = collect
+        self._writer = writer
+
+    def attempt(self, engine: Engine) -> bytes:
+        writer = self._writer()
+        if self.digest is None:
+            collected = self._collect()
+            if engine.world.rank == writer:
+                engine.fault("checkpoint", engine.step)
+                self.digest = self._write(collected)
+        return self.gather(engine, b"" if self.digest is None else self.digest.encode())[writer]
 
 
 class SaveFolder(WriteOnce):
@@ -102,16 +126,15 @@ class SaveFolder(WriteOnce):
                     storage.begin()
                     pieces = ((each.staged(), each.data.cpu().clone()) for each in held.tensors[part])
                     records.append(write_part(storage, number, rank, pieces))
+            engine.fault("checkpoint", engine.step)
         described = self.gather(engine, msgspec.json.encode(records), " written")
         if held is not None and rank == min(writers.values()):
-            engine.fault("checkpoint", engine.step)
             self._finish(storage, [msgspec.json.decode(each, type=list[WrittenPart]) for each in described], held)
 
     def _finish(self, storage: FolderStorage, described: Sequence[Sequence[WrittenPart]], held: HeldCheckpoint) -> None:
         records = [record for each in described for record in each]
         pieces = [piece for record in records for piece in record.pieces]
-        files = {name: each if isinstance(each, bytes) else saved_bytes(each) for name, each in held.files.items()}
-        digests = publish(storage, pieces, held.objects, files, held.places)
+        digests = publish(storage, pieces, held.objects, held.files, held.places)
         for record in records:
             digests |= record.digests
         self.digest = total(digests)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from unicron_lightning.checkpoints.files import INDEX, REST, HashingFile
-from unicron_lightning.regular_files import read_regular
+from unicron_lightning.private_files import read_regular
 
 DATA_SUFFIX: Final = ".distcp"
 """Of files with tensors, as torch's writer names them."""

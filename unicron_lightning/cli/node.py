@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Final
 from unicron_lightning.cli.client import access_of, connecting, fetch
 from unicron_lightning.cli.output import log_visible, visible
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable, UnicronError
-from unicron_lightning.regular_files import open_regular
+from unicron_lightning.private_files import open_regular
 
 _POLL_SECONDS: Final = 0.2
 _TAIL_BYTES: Final = 64 << 10

@@ -15,7 +15,7 @@ from torch import Tensor
 from unicron_lightning.checkpoints.files import REST, is_folder
 from unicron_lightning.checkpoints.index import read_checkpoint
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.regular_files import open_stored
+from unicron_lightning.private_files import open_stored
 
 SAFETENSORS: Final = ".safetensors"
 OWN: Final = ("unicron_logged", "unicron_state")

@@ -82,13 +82,8 @@ def with_values(state: Mapping[str, Any], change: Callable[[int, str, Any], Any]
 
 def shard_of(whole: Tensor, tensor: Tensor) -> Tensor:
     """This worker's part of a whole tensor that is divided as another one."""
-    if not isinstance(tensor, DTensor):
-        return whole
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this worker is in its replica's mesh"
-    parts, [shard] = whole.chunk(mesh.size(), 0), coordinate
-    return parts[shard] if shard < len(parts) else whole[:0]
+    own = _own_piece(HeldTensor.of("", tensor))
+    return whole[own.offsets[0] :][: len(own.data)] if isinstance(tensor, DTensor) else whole
 
 
 def _divided(value: Any) -> bool:

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job, JobShare
-from unicron_lightning.regular_files import read_regular
+from unicron_lightning.private_files import read_regular
 
 
 @dataclass(kw_only=True)

@@ -87,7 +87,8 @@ def held_checkpoint(
     placed_part, common = save_preprocess(state, validate_access_integrity=False)
     shard = [_held(each) for each in nested_values(placed_part) if _is_of_first_replica(each)]
     config = json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()
-    return HeldCheckpoint(tensors={part: shard, **ranges}, files={COMMON_STATE_FNAME: common, CONFIG_FNAME: config})
+    files = {COMMON_STATE_FNAME: saved_bytes(common), CONFIG_FNAME: config}
+    return HeldCheckpoint(tensors={part: shard, **ranges}, files=files)
 
 
 def load_folder(path: str | Path, ddp: Any, optimizer: Any) -> None:
@@ -104,7 +105,7 @@ def load_folder(path: str | Path, ddp: Any, optimizer: Any) -> None:
         initialize_state(part)
     state: dict[str, Any] = {"model": ddp.module.sharded_state_dict(metadata=_content())}
     ranges: list[HeldTensor] = []
-    shard = ShardedOptimizer([ddp], optimizer) if _are_distributed(parts) else None
+    shard = ShardedOptimizer(ddp, optimizer) if _are_distributed(parts) else None
     if shard is None:
         state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=True, metadata=_content())
     else:

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.gradients import MainGradients
-from unicron_lightning.megatron.keeper import ShardKeeper
 from unicron_lightning.megatron.references import replace_groups, stale_groups
-from unicron_lightning.megatron.sharded import ShardedOptimizer, init_momentum, parameter_groups, parts_of
+from unicron_lightning.megatron.sharded import ShardedOptimizer, ShardKeeper, init_momentum, parameter_groups, parts_of
 from unicron_lightning.megatron.world import Groups
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.worker import codec
@@ -68,8 +67,8 @@ class ShardModel:
         self.gradients = MainGradients(self.ddp, replicas)
         self.keeper: ShardKeeper | None = None
         if redundancy is not None:
-            known = parameter_groups([self.ddp], optimizer_config)
-            optimizer = ShardedOptimizer([self.ddp], self.optimizer, known)
+            known = parameter_groups(self.ddp, optimizer_config)
+            optimizer = ShardedOptimizer(self.ddp, self.optimizer, known)
             self.keeper = ShardKeeper(optimizer, self.gradients, redundancy)
         self.before_update: Callable[[], None] = lambda: None
         self.grad_norm = 0.0

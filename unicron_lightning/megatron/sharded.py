@@ -1,12 +1,18 @@
-"""One rank's shard of megatron-core's distributed optimizer: reading, writing, and a new layout for another group size.
+"""One rank's shard of megatron-core's distributed optimizer (ZeRO-1): its layout, its copies on peers, its restoration.
 
 Written for megatron-core 0.16; only this module depends on the internals of its `DistributedOptimizer` and
 `DistributedDataParallel`. Both objects are kept when the layout changes (their constructors run again on them), so that
 references to them and to their bound methods stay valid.
+
+A step is committed only after every worker has done its update and has the copies (`Mirror.protect`). At any
+moment the last committed version is therefore complete in host memory, own and mirrored, and no result of the next one
+has been published. After a failure at any moment, the members of the new epoch return to, or stay at, the newest
+version that one of them has committed; gradients of completed calls are kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -16,11 +22,26 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.replica.mirror import Piece
+from unicron_lightning.megatron.gradients import MainGradients
+from unicron_lightning.replica.channels import Channels
+from unicron_lightning.replica.fabric import run_released, start_anew
+from unicron_lightning.replica.mirror import (
+    ROWS,
+    Holding,
+    Mirror,
+    Piece,
+    Redundancy,
+    Stored,
+    assemble,
+    cut,
+    missing,
+    transfers,
+)
+from unicron_lightning.worker.communication.communicator import gather_rows
+from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.state_parts import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from megatron.core.optimizer import OptimizerConfig
     from torch import nn
 
@@ -40,17 +61,17 @@ HOLDERS_OF_BUFFERS: Final = (
 """Attributes of a DistributedOptimizer that would keep the old layout's memory alive."""
 
 
-def parameter_groups(chunks: Sequence[Any], config: Any) -> dict[int, int]:
+def parameter_groups(ddp: Any, config: Any) -> dict[int, int]:
     """Place of each parameter of a stage in the optimizer's ``param_groups``, whichever ranks hold pieces of it.
 
     Call it in the groups in which the optimizer is built: megatron-core aligns the places over the world.
 
     Args:
-        chunks: as for `ShardedOptimizer`.
+        ddp: as for `ShardedOptimizer`.
         config: megatron-core's `OptimizerConfig`.
     """
-    numbers = {p: number for number, p in enumerate(p for chunk in chunks for p in chunk.module.parameters())}
-    groups = enumerate(_get_param_groups(list(chunks), config, None))
+    numbers = {p: number for number, p in enumerate(ddp.module.parameters())}
+    groups = enumerate(_get_param_groups([ddp], config, None))
     return {numbers[parameter]: place for place, group in groups for parameter in group["params"]}
 
 
@@ -84,10 +105,10 @@ def initialize_state(part: Any) -> None:
 
 
 class ShardedOptimizer:
-    """A rank's model chunks with their distributed optimizer.
+    """A rank's model with its distributed optimizer.
 
     Args:
-        chunks: the `DistributedDataParallel` modules passed to `get_megatron_optimizer`.
+        ddp: the `DistributedDataParallel` module passed to `get_megatron_optimizer`.
         optimizer: its result.
         groups: `parameter_groups`; without it, only parameters with a piece on this rank are known.
 
@@ -95,11 +116,11 @@ class ShardedOptimizer:
         ConfigError: this kind of optimizer is not supported.
     """
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any, groups: Mapping[int, int] | None = None) -> None:
-        self._chunks = tuple(chunks)
+    def __init__(self, ddp: Any, optimizer: Any, groups: Mapping[int, int] | None = None) -> None:
+        self._ddp = ddp
         self._optimizer = _only(optimizer)
-        _check_supported(self._chunks, self._optimizer)
-        self._parameters: list[nn.Parameter] = [p for chunk in self._chunks for p in chunk.module.parameters()]
+        _check_supported(ddp, self._optimizer)
+        self._parameters: list[nn.Parameter] = [*ddp.module.parameters()]
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._known_groups = dict(groups or {})
         initialize_state(self._optimizer)
@@ -134,8 +155,8 @@ class ShardedOptimizer:
 
     def name(self, parameter: int) -> str:
         """A parameter's name, for messages."""
-        names: list[str] = [name for chunk in self._chunks for name, _ in chunk.module.named_parameters()]
-        return names[parameter]
+        names = [name for name, _ in self._ddp.module.named_parameters()]
+        return str(names[parameter])
 
     @torch.no_grad()
     def read(self, target: Tensor) -> None:
@@ -166,8 +187,7 @@ class ShardedOptimizer:
 
     def gather_parameters(self) -> None:
         """Send every rank's part of the parameters to all. A collective of the data-parallel group."""
-        for chunk in self._chunks:
-            chunk.start_param_sync(force_sync=True)
+        self._ddp.start_param_sync(force_sync=True)
 
     def lay_out(self, groups: Mapping[int, int]) -> None:
         """Make new buffers and shards for the present groups of megatron-core's ``parallel_state``.
@@ -179,21 +199,20 @@ class ShardedOptimizer:
         Args:
             groups: `groups` of all ranks together.
         """
-        factor = self._chunks[0].buffers[0].buckets[0].gradient_scaling_factor
+        ddp = self._ddp
+        factor = ddp.buffers[0].buckets[0].gradient_scaling_factor
         gradients: dict[Any, Tensor] = {p: p.main_grad.to("cpu", copy=True) for p in self._trained()}
         self._optimizer.optimizer.state.clear()
         for group in self._optimizer.optimizer.param_groups:
             group["params"] = []  # in fp32 these are views, whose graphs would keep the old layout's hooks alive
         for name in HOLDERS_OF_BUFFERS:
             getattr(self._optimizer, name).clear()
-        for chunk in self._chunks:
-            _take_apart(chunk)
-        for index, chunk in enumerate(self._chunks):
-            training = chunk.training
-            type(chunk).__init__(chunk, chunk.config, chunk.ddp_config, chunk.module, disable_bucketing=index > 0)
-            chunk.train(training)
-            for bucket in _buckets(chunk):
-                bucket.gradient_scaling_factor = factor
+        _take_apart(ddp)
+        training = ddp.training
+        type(ddp).__init__(ddp, ddp.config, ddp.ddp_config, ddp.module, disable_bucketing=False)
+        ddp.train(training)
+        for bucket in _buckets(ddp):
+            bucket.gradient_scaling_factor = factor
         self._lay_out_optimizer(groups)
         for parameter, gradient in gradients.items():
             parameter.main_grad.copy_(gradient)
@@ -203,15 +222,15 @@ class ShardedOptimizer:
         for index, group in enumerate(adam.param_groups):
             group["params"] = [self._parameters[number] for number in sorted(groups) if groups[number] == index]
         with_gloo = optimizer.data_parallel_group_gloo is not None
-        found = ProcessGroupCollection.setup_process_groups_for_optimizer(None, list(self._chunks), with_gloo)
+        found = ProcessGroupCollection.setup_process_groups_for_optimizer(None, [self._ddp], with_gloo)
         type(optimizer).__init__(
             optimizer,
             adam,
             optimizer.config,
             optimizer.grad_scaler,
             optimizer.init_state_fn,
-            model_chunks=list(self._chunks),
-            per_model_buffers={index: chunk.buffers for index, chunk in enumerate(self._chunks)},
+            model_chunks=[self._ddp],
+            per_model_buffers={0: self._ddp.buffers},
             data_parallel_group=found["intra_dp_cp_group"],
             data_parallel_group_gloo=found["intra_dp_cp_group_gloo"],
             data_parallel_group_idx=optimizer.data_parallel_group_idx,
@@ -242,18 +261,16 @@ def _only(optimizer: Any) -> Any:
     return parts[0]
 
 
-def _check_supported(chunks: Sequence[Any], optimizer: Any) -> None:
+def _check_supported(ddp: Any, optimizer: Any) -> None:
     config = optimizer.config
     refused = {
         "use_distributed_optimizer=False": not config.use_distributed_optimizer,
         "use_precision_aware_optimizer=True": config.use_precision_aware_optimizer,
         "optimizer_cpu_offload=True": config.optimizer_cpu_offload,
         "fp16=True": config.fp16,
-        "use_megatron_fsdp=True": any(chunk.ddp_config.use_megatron_fsdp for chunk in chunks),
-        "num_distributed_optimizer_instances>1": any(
-            chunk.ddp_config.num_distributed_optimizer_instances > 1 for chunk in chunks
-        ),
-        "expert parallelism": any(chunk.expert_parallel_buffers for chunk in chunks),
+        "use_megatron_fsdp=True": ddp.ddp_config.use_megatron_fsdp,
+        "num_distributed_optimizer_instances>1": ddp.ddp_config.num_distributed_optimizer_instances > 1,
+        "expert parallelism": ddp.expert_parallel_buffers,
         f"optimizer={config.optimizer!r}": config.optimizer != "adam",
     }
     if found := [name for name, is_so in refused.items() if is_so]:
@@ -278,26 +295,199 @@ def _set_steps(adam: Any, steps: float) -> None:
             state["step"].fill_(steps)
 
 
-def _take_apart(chunk: Any) -> None:
-    """Free a chunk's buffers and hooks, and give its parameters storage of their own."""
-    if chunk.use_forward_hook:
-        chunk.disable_forward_pre_hook(param_sync=False)
+def _take_apart(ddp: Any) -> None:
+    """Free a module's buffers and hooks, and give its parameters storage of their own."""
+    if ddp.use_forward_hook:
+        ddp.disable_forward_pre_hook(param_sync=False)
     # The graph of an interrupted step may keep these nodes alive: the next layout's hooks would stand beside theirs.
-    for node in chunk.grad_accs:
+    for node in ddp.grad_accs:
         node.register_hook(lambda *_: None).hooks_dict_ref().clear()
-    chunk.param_to_bucket_group.clear()
-    chunk.grad_accs.clear()
-    for part in (*chunk.buffers, *_buckets(chunk)):
+    ddp.param_to_bucket_group.clear()
+    ddp.grad_accs.clear()
+    for part in (*ddp.buffers, *_buckets(ddp)):
         part.grad_data = part.param_data = None
-    for group in chunk.bucket_groups:
+    for group in ddp.bucket_groups:
         group.cached_grad_buffer_shard_list.clear()
         group.cached_param_buffer_shard_list.clear()
-    for parameter in chunk.module.parameters():
+    for parameter in ddp.module.parameters():
         if parameter.requires_grad:
             del parameter.main_grad
             parameter.data = parameter.data.clone()
-    chunk.buffers, chunk.bucket_groups = [], []
+    ddp.buffers, ddp.bucket_groups = [], []
 
 
-def _buckets(chunk: Any) -> list[Any]:
-    return [bucket for group in chunk.bucket_groups for bucket in group.buckets]
+def _buckets(ddp: Any) -> list[Any]:
+    return [bucket for group in ddp.bucket_groups for bucket in group.buckets]
+
+
+class ShardKeeper:
+    """A worker's optimizer shard, its copies, and those that it keeps for others.
+
+    Args:
+        optimizer: the shard, in the layout in which it was built.
+        gradients: of the same buffers.
+        redundancy: number of copies.
+
+    Attributes:
+        founded: set by the strategy once all workers have the task's initial state.
+        saved: steps in the newest checkpoint, set by the strategy after writing one; None without a checkpoint.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, gradients: MainGradients, redundancy: Redundancy) -> None:
+        self._optimizer = optimizer
+        self._gradients = gradients
+        self._redundancy = redundancy
+        self._mirror = Mirror(optimizer, redundancy)
+        self.founded = False
+        self.saved: int | None = None
+
+    def found(self, engine: Engine, channels: Channels) -> None:
+        """Distribute the shards over the present replicas at the task's start. A collective of this shard's workers."""
+        assert channels.exchange is not None
+        self._mirror.place = _place(engine)
+        self._mirror.forget(-1)
+        try:
+            self._optimizer.lay_out(self._optimizer.groups)
+        finally:
+            self._gradients.rebind()
+        self._mirror.join(channels.exchange)
+
+    def keep(self, version: int) -> None:
+        """Return when the present shard is safe. A collective of this shard's workers.
+
+        Raises:
+            CommunicatorAborted: one of them failed.
+        """
+        if self._redundancy.copies:
+            self._mirror.protect(version)
+        else:
+            self._mirror.hold(version)
+
+    def copies(self, version: int) -> dict[int, Stored]:
+        """Return this rank's copies of a version, of its own shard first, by the data-parallel rank of the owner."""
+        return self._mirror.copies(version)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks over which the state is spread."""
+        return self._mirror.ranks
+
+    def replace(self, version: int) -> None:
+        """`keep` a state from a checkpoint, which may have the number of a kept version."""
+        self._mirror.forget(version - 1)
+        self.keep(version)
+        self.saved = version
+
+    def present(self) -> Stored:
+        """Return a copy of this worker's shard as it is now, also after the end of the run."""
+        pieces = self._optimizer.pieces
+        data = torch.empty(ROWS, sum(map(len, pieces)))
+        self._optimizer.read(data)
+        return Stored(holding=Holding(version=0, pieces=pieces), data=data, layout=0)
+
+    def plain_state(self) -> dict[str, Any]:
+        """Return this worker's shard as plain data: its pieces, values as of `ShardedOptimizer.read`, and steps."""
+        own = self.present()
+        pieces = [[each.parameter, each.start, each.stop] for each in own.holding.pieces]
+        return {"pieces": pieces, "data": own.data, "steps": self._optimizer.steps}
+
+    def load_plain(self, states: Sequence[Mapping[str, Any]], version: int) -> None:
+        """Load the parts of all workers that have had this shard, however many there are now. A collective of those.
+
+        Raises:
+            CommunicatorAborted: one of them failed.
+        """
+        own = self._optimizer.pieces
+        stored = [
+            Stored(
+                holding=Holding(version=version, pieces=tuple(Piece(*each) for each in state["pieces"])),
+                data=state["data"],
+                layout=0,
+            )
+            for state in states
+        ]
+        found = transfers(version, [(each.holding,) for each in stored], [own])
+        values = [cut(stored[each.source], each.piece).reshape(-1) for each in found]
+        data = assemble(own, [each.piece for each in found], torch.cat(values or [torch.empty(0)]))
+        self._optimizer.write(data, float(states[0]["steps"]))
+        run_released(self._optimizer.gather_parameters)
+        self._mirror.forget(version - 1)
+        self.keep(version)
+
+    def complete(self, states: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the parts of some workers are the whole shard."""
+        held = [(Holding(version=0, pieces=tuple(Piece(*each) for each in state["pieces"])),) for state in states]
+        return not missing(0, held, self._optimizer.whole)
+
+    def enter(self, engine: Engine, channels: Channels | None, version: int) -> None:
+        """Set state, parameters and layout for an epoch's replicas. All members of the epoch call this.
+
+        Args:
+            engine: has the epoch's communicator.
+            channels: None for a spare.
+            version: highest number of optimizer steps that any member has committed.
+
+        Raises:
+            CommunicatorAborted: a member failed.
+        """
+        mirror = self._mirror
+        mirror.place = _place(engine)
+        mirror.pause()
+        mirror.forget(version)  # an uncommitted attempt, which will be repeated
+        lacks = False
+        if channels is not None:
+            assert channels.exchange is not None
+            self._gradients.recover()
+            lacks = version not in mirror.survey(channels.exchange)
+        lacking, founded = gather_rows(engine.communicator, [float(lacks), float(self.founded)]).sum(0).tolist()
+        if lacking:
+            if founded:
+                start_anew(self._loss(version, mirror.lost() if lacks else ""))
+            return  # the initial state is created again
+        if channels is None:
+            return
+        try:
+            run_released(lambda: mirror.restore(version))
+        finally:
+            self._gradients.rebind()
+        self.keep(version)
+
+    def close(self) -> None:
+        """Drop all copies."""
+        self._mirror.close()
+
+    def _loss(self, version: int, found: str) -> str:
+        """Description of the loss for a log line."""
+        place = parallel_state.get_data_parallel_rank() if parallel_state.is_initialized() else None
+        why = found or "reported by workers of another shard of the model"
+        back = (
+            f"the task continues from the checkpoint of step {self.saved}; steps lost: {version - self.saved}"
+            if self.saved is not None
+            else f"no checkpoint was written in this run; steps lost: up to {version}"
+        )
+        return (
+            f"the optimizer's shards of step {version} are incomplete, as a worker has died together with "
+            f"all holders of its copy (copies={self._redundancy.copies}): {why} (data-parallel rank {place}); {back}"
+        )
+
+
+def _place(engine: Engine) -> Place:
+    """Return this worker's rack and node."""
+    world = engine.world
+    return world.places[world.rank] if world.nodes else ("", "")
+
+
+def check_redundancy(redundancy: Redundancy | None, *, distributed: bool) -> Redundancy | None:
+    """The user's or the default redundancy; None without optimizer shards.
+
+    Raises:
+        ConfigError: the strategy does not support it.
+    """
+    if not distributed:
+        if redundancy is not None:
+            raise ConfigError(
+                f"redundancy={redundancy!r} is for optimizer shards: expected "
+                "ddp=DistributedDataParallelConfig(use_distributed_optimizer=True) with it"
+            )
+        return None
+    return Redundancy() if redundancy is None else redundancy

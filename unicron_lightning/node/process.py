@@ -29,8 +29,7 @@ from unicron_lightning.jobs import FROM_FILE, FROM_VARIABLE, Job, problem
 from unicron_lightning.node.launch import DAEMON_PID, PIPES, pipe_name
 from unicron_lightning.node.options import NodeOptions, log_folder
 from unicron_lightning.node.reconcile import AgentState
-from unicron_lightning.private_files import make_private, open_private
-from unicron_lightning.regular_files import open_regular
+from unicron_lightning.private_files import make_private, open_private, open_regular
 from unicron_lightning.wire.daemon import Launch, NodeTask
 from unicron_lightning.wire.fields import shortened
 

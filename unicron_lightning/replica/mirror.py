@@ -180,42 +180,23 @@ class Exchange(Communicator, Protocol):
 
 
 class MirroredOptimizer(Protocol):
-    """A rank's shard of an optimizer whose elements are spread over a group."""
+    """A rank's shard of an optimizer that is spread over a group, as `megatron.sharded.ShardedOptimizer` is."""
 
     @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-
+    def device(self) -> torch.device: ...
     @property
-    def whole(self) -> tuple[Piece, ...]:
-        """All trained elements of the group."""
-
+    def whole(self) -> tuple[Piece, ...]: ...
     @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """This rank's shard in the present layout."""
-
+    def pieces(self) -> tuple[Piece, ...]: ...
     @property
-    def groups(self) -> dict[int, int]:
-        """Optimizer group of each parameter, as far as this rank knows."""
-
+    def groups(self) -> dict[int, int]: ...
     @property
-    def steps(self) -> float:
-        """Steps that the optimizer has counted."""
-
-    def name(self, parameter: int) -> str:
-        """A parameter's name, for messages."""
-
-    def read(self, target: Tensor) -> None:
-        """Copy the shard into float32 [`ROWS`, elements], in the order of `pieces`."""
-
-    def write(self, source: Tensor, steps: float) -> None:
-        """Set the shard to a copy made by `read`, and this rank's part of the parameters to it."""
-
-    def gather_parameters(self) -> None:
-        """Send every rank's part of the parameters to all. A collective of the group."""
-
-    def lay_out(self, groups: Mapping[int, int]) -> None:
-        """Make shards for the present group; the state must be restored by `write`."""
+    def steps(self) -> float: ...
+    def name(self, parameter: int) -> str: ...
+    def read(self, target: Tensor) -> None: ...
+    def write(self, source: Tensor, steps: float) -> None: ...
+    def gather_parameters(self) -> None: ...
+    def lay_out(self, groups: Mapping[int, int]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,11 +345,6 @@ class Mirror:
         owners = sorted(range(len(layouts)), key=lambda owner: owner != rank)
         found = {owner: s for owner in owners for s in stored if s.holding.pieces == layouts[owner]}
         return found if rank in found else {}
-
-    def abort(self, reason: str) -> None:
-        """Release an exchange in progress; from any thread."""
-        if self._exchange is not None:
-            self._exchange.abort(reason)
 
     def pause(self) -> None:
         """Close the exchange because the group has ended; stored copies are kept."""

@@ -1,4 +1,4 @@
-"""Operations beside the step: agreeing on bytes, an action of the first rank, the admission of joiners, evaluations."""
+"""Operations beside the step: agreeing on bytes, the admission of joiners, evaluations."""
 
 from __future__ import annotations
 
@@ -74,27 +74,6 @@ class Agreement(Indivisible):
     def attempt(self, engine: Engine) -> bytes:
         engine.fault("agree", self.name)
         return pack_parts(gather_bytes(engine.communicator, self._payload(self._rank), engine.tag(self.name)))
-
-
-class LeaderAction(Agreement):
-    """An action of one process for all, such as writing a file; repeated by another process after a failure.
-
-    Args:
-        name: as for `Agreement`.
-        action: run by rank 0; completed at least once before the operation completes. Its value is rank 0's part of
-            the result.
-    """
-
-    def __init__(self, name: str, action: Callable[[], bytes]) -> None:
-        super().__init__(name, lambda rank: (self._value or b"") if rank == 0 else b"")
-        self._action = action
-        self._value: bytes | None = None
-
-    def attempt(self, engine: Engine) -> bytes:
-        if self._rank == 0 and self._value is None:
-            engine.fault("checkpoint", engine.step)
-            self._value = self._action()
-        return super().attempt(engine)
 
 
 class Join(Indivisible):

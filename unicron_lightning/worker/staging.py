@@ -144,13 +144,13 @@ class Staging:
             fit=self._fit,
         )
         mine = [part for part in plan if world.rank in part.holders]
-        sizes = {part.number: state.size(part.piece, part.pieces) for part in mine}
+        sizes = {part.number: state.size(*part.share) for part in mine}
         sizes.update(incoming or {})
         memory = self._memory(list(sizes.values()))
         parts = {number: (each, size) for (number, size), each in zip(sizes.items(), memory, strict=True)}
         staged = StagedVersion(version=version, parts=parts)
         for part in mine:
-            state.write(part.piece, part.pieces, staged.view(part.number))
+            state.write(*part.share, staged.view(part.number))
         return staged
 
     def hand_over(self, staged: StagedVersion) -> None:

@@ -16,7 +16,6 @@ from typing import Any, Final
 import msgspec
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import pack_parts, unpack_parts
@@ -90,18 +89,6 @@ class DividedState:
             begin += tensor.nbytes
 
 
-class OwnState(DividedState):
-    """The state of one worker of a shard, which differs from those of the others: its part is all of it."""
-
-    @override
-    def size(self, part: int, parts: int) -> int:
-        return super().size(0, 1)
-
-    @override
-    def write(self, part: int, parts: int, target: Tensor) -> None:
-        super().write(0, 1, target)
-
-
 def joined(parts: Sequence[bytes]) -> Any:
     """Return the state, given all its parts in order; tensors are on the CPU.
 
@@ -143,6 +130,7 @@ class SharePart:
         piece, pieces: its place among the parts of the shard.
         holders: ranks that copy it from their own state; the first one sends it to the receivers.
         receivers: ranks of other shards, on further nodes.
+        whole: whether it is all of its holder's state, which differs from those of the shard's other workers.
     """
 
     shard: int
@@ -150,6 +138,12 @@ class SharePart:
     pieces: int
     holders: tuple[int, ...]
     receivers: tuple[int, ...] = ()
+    whole: bool = False
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Its number among the equal parts of its holder's state, and their number."""
+        return (0, 1) if self.whole else (self.piece, self.pieces)
 
     @property
     def number(self) -> int:
@@ -181,7 +175,8 @@ def staged_parts(
             same = [] if equal else following(ranks, piece)
             replica = [shards[other][piece] for other in following(range(len(shards)), shard)]
             more = tuple(apart(rank, [*same, *replica], places, partners, used=own[1:]))
-            found.append(SharePart(shard=shard, piece=piece, pieces=len(ranks), holders=own, receivers=more))
+            part = SharePart(shard=shard, piece=piece, pieces=len(ranks), holders=own, receivers=more, whole=not equal)
+            found.append(part)
     return tuple(found)
 
 

@@ -35,7 +35,7 @@ import psutil  # type: ignore[import-untyped]
 from unicron_lightning import environ
 from unicron_lightning.agent.workers.forked import PREPARED, ForkedWorker
 from unicron_lightning.errors import AgentUnavailable
-from unicron_lightning.regular_files import open_regular
+from unicron_lightning.private_files import open_regular
 
 logger = logging.getLogger(__name__)
 
