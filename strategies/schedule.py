@@ -25,7 +25,7 @@ from unicron_lightning.copying import OfProcess
 from unicron_lightning.data.combined import CombinedSteps
 from unicron_lightning.data.loader import InPlace
 from unicron_lightning.data.order import StepShape
-from unicron_lightning.data.steps import StepLoader
+from unicron_lightning.data.steps import TrainingLoader
 from unicron_lightning.errors import ConfigError
 
 Rounds = tuple[tuple[int, int], ...]
@@ -95,7 +95,7 @@ class Schedule:
         self.val_check_interval: int | None = None
 
     def attend(
-        self, trainer: pl.Trainer, loader: StepLoader | CombinedSteps, shape: StepShape, sampled: InPlace
+        self, trainer: pl.Trainer, loader: TrainingLoader | CombinedSteps, shape: StepShape, sampled: InPlace
     ) -> None:
         """Follow the epochs of training data, if its steps or their number change.
 
@@ -105,14 +105,14 @@ class Schedule:
             shape: of the steps.
             sampled: a loader on whose sampler Lightning sets the epoch.
         """
-        if shape.schedule or (isinstance(loader, StepLoader) and loader.steps.varies):
+        if shape.schedule or (isinstance(loader, TrainingLoader) and loader.steps.varies):
             if self.val_check_interval is not None:  # Lightning compares it with the length of this data epoch
                 epoch: Any = trainer.fit_loop.epoch_progress.current
                 trainer.val_check_interval = shape.of(epoch.processed).steps(self.val_check_interval)
             start: Any = _EpochStart(sampled.sampler, lambda epoch: self._begin(trainer, loader, shape.of(epoch)))
             sampled.sampler = start
 
-    def _begin(self, trainer: pl.Trainer, loader: StepLoader | CombinedSteps, shape: StepShape) -> None:
+    def _begin(self, trainer: pl.Trainer, loader: TrainingLoader | CombinedSteps, shape: StepShape) -> None:
         """Set the numbers of steps and batches that Lightning has determined once, for the present epoch's."""
         loop = trainer.fit_loop
         combined: CombinedLoader | None = loop._combined_loader

@@ -43,11 +43,11 @@ from unicron_lightning.data.steps import (
     IndexedSteps,
     PassLoader,
     SingleReading,
-    StepLoader,
     StepPace,
     Steps,
     StreamPass,
     StreamSteps,
+    TrainingLoader,
     indexed_pass,
     most_of,
 )
@@ -67,7 +67,7 @@ _BEFORE_TRANSFER: Final = "_on_before_batch_transfer"
 _PREDICTION: Final = 6
 """Distinguishes the random state of predictions from others, at the same place."""
 
-Made = StepLoader | PartLoader | EvaluationLoader | PassLoader
+Made = TrainingLoader | PartLoader | EvaluationLoader | PassLoader
 
 
 class _BeforeTransfer:
@@ -150,7 +150,7 @@ class Loaders:
             made = PartLoader(loader, self._part_order(trainer, loader), seed, once=self._once)
         elif trainer.training:
             self._strategy.parallelism.steps.check_data(loader)
-            made = StepLoader(loader, self._training(trainer, loader))
+            made = TrainingLoader(loader, self._training(trainer, loader))
         elif trainer.predicting:
             if self._predictions is None:
                 self._predictions = self._strategy.parallelism.predictions(trainer, self._strategy.engine)
@@ -162,7 +162,7 @@ class Loaders:
             made.ordinary = users
         elif self._samples and not isinstance(made, PassLoader) and not isinstance(loader.dataset, IterableDataset):
             made.ordinary = ordinary(trainer, loader, shape.devices, self._strategy.global_rank)
-        if isinstance(made, StepLoader):
+        if isinstance(made, TrainingLoader):
             self._strategy.schedule.attend(trainer, made, shape, made)
         elif isinstance(combined, CombinedSteps) and users is combined.flattened[0]:
             self._strategy.schedule.attend(trainer, combined, shape, made)
@@ -208,11 +208,11 @@ class Loaders:
         return not (environ.under_agent() or strategy.shape.devices > 1 or strategy.parallelism.one_size)
 
     @property
-    def training(self) -> StepLoader | CombinedSteps | None:
+    def training(self) -> TrainingLoader | CombinedSteps | None:
         """The present run's loader of training data."""
         if self._combined is not None:
             return self._combined
-        return next((made for made in reversed(self._made) if isinstance(made, StepLoader)), None)
+        return next((made for made in reversed(self._made) if isinstance(made, TrainingLoader)), None)
 
     @property
     def steps(self) -> Steps | None:
@@ -308,16 +308,16 @@ class Loaders:
         self._made.append(made)
         return made
 
-    def _whole_steps(self, trainer: pl.Trainer, combined: CombinedSteps) -> StepLoader:
+    def _whole_steps(self, trainer: pl.Trainer, combined: CombinedSteps) -> TrainingLoader:
         most = combined.most
         if combined.streams:
             opener = self._combined_opener(combined, order_seed())
             steps = self._streamed(trainer, opener, None if math.isinf(most) else int(most))
-            made = StepLoader(opener.loader, steps)
+            made = TrainingLoader(opener.loader, steps)
         else:
             order = combined.order(most)
             first, _ = combined.parts[0].opened()
-            made = StepLoader(first, IndexedSteps(order, partial(combined.fetchers, order), self._pace(trainer)))
+            made = TrainingLoader(first, IndexedSteps(order, partial(combined.fetchers, order), self._pace(trainer)))
         made.taken = partial(show_ordinary, trainer)
         self._made.append(made)
         return made

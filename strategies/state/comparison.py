@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from unicron_lightning import __version__
 from unicron_lightning.data.combined import CombinedSteps
-from unicron_lightning.data.steps import IndexedSteps, StepLoader, StreamSteps
+from unicron_lightning.data.steps import IndexedSteps, StreamSteps, TrainingLoader
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import (
@@ -70,7 +70,7 @@ class Comparison:
         """Whether the training data are described, if workers are compared."""
         return "data order" in self.described or not self._active
 
-    def add_data(self, loader: StepLoader | CombinedSteps | None) -> None:
+    def add_data(self, loader: TrainingLoader | CombinedSteps | None) -> None:
         """Add the training data to the description."""
         if self._active and loader is not None:
             self.described = {**self.described, **describe_data(loader)}
@@ -151,7 +151,7 @@ def _is_shared(value: Any, numbers: tuple[type, ...]) -> bool:
     return isinstance(value, numbers) or (isinstance(value, str) and os.sep not in value)
 
 
-def describe_data(loader: StepLoader | CombinedSteps) -> dict[str, str]:
+def describe_data(loader: TrainingLoader | CombinedSteps) -> dict[str, str]:
     """Describe length and order of the training data, by the first step and a later one that is equal on all
     workers; of a stream, by its first batch.
     """

@@ -10,13 +10,12 @@ import lightning.pytorch as pl
 import torch
 from conformance.lab import Lab
 from conformance.loggers import rows
-from conformance.net import Net, loader
+from conformance.net import Net
 from conformance.table import scenario
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
-from lightning.pytorch.strategies import Strategy
 
 TORCH_WRITER = "lightning.fabric.plugins.io.torch_io.TorchCheckpointIO.save_checkpoint"
 
@@ -177,31 +176,3 @@ def rate_search_in_a_callback(lab: Lab, skipped: Any = (), error: bool = False) 
     finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None, attr_name="rate")
     lab.trainer(finder, enable_checkpointing=False).fit(Searched())
     lab.see(losses=finder.optimal_lr.results["loss"])
-
-
-@scenario(alone=True, automatic={}, manual={"manual": True}, silent={"manual": True, "silent": True})
-def watched_backward(lab: Lab, manual: bool = False, silent: bool = False) -> None:
-    class Twice(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            if not manual:
-                return loss
-            for _ in range(2):
-                self.manual_backward(loss, retain_graph=True)
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-            return None
-
-    module, trainer = Twice(), lab.trainer()
-    module.automatic_optimization = not manual
-    wraps = None if silent else trainer.strategy.backward
-    with patch.object(Strategy, "backward", wraps=wraps) as backward:
-        trainer.fit(module)
-        lab.see(calls=[backward.call_count, trainer.strategy.backward is backward])
-        if not silent:
-            trainer.strategy.backward(module.loss(next(iter(loader()))), None)
-            lab.see(calls_by_hand=backward.call_count, gradient=module.layer.weight.grad)
-    lab.see(restored=trainer.strategy.backward is not backward)
-    if not silent:
-        trainer.fit_loop.max_epochs = 3
-        trainer.fit(module)

@@ -22,7 +22,7 @@ from unicron_lightning.data.combined import CombinedOpener
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.sources import same
-from unicron_lightning.data.steps import StepLoader, StepPace, StreamSteps
+from unicron_lightning.data.steps import StepPace, StreamSteps, TrainingLoader
 from unicron_lightning.data.streams import StreamEnds, Streams
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.step import CallReport, plan_calls
@@ -97,7 +97,7 @@ class Worker:
             agree=lambda look: first,  # what all workers find together in the epoch's first step
             reading=contextlib.nullcontext,
         )
-        self.loader = StepLoader(opener.loader, steps)
+        self.loader = TrainingLoader(opener.loader, steps)
         self.steps: Iterator[GlobalBatch] = iter(())
         self.batch: GlobalBatch | None = None
         self.opened: set[int] = set()

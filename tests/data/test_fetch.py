@@ -16,7 +16,7 @@ from unicron_lightning.data.fetch import Fetcher
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.passes import EvaluationLoader, IndexedBatches
-from unicron_lightning.data.steps import IndexedSteps, StepLoader, StepPace
+from unicron_lightning.data.steps import IndexedSteps, StepPace, TrainingLoader
 from unicron_lightning.worker.rows import ReportSum, share
 
 SHAPE = StepShape(devices=2, accumulation=2)
@@ -49,13 +49,13 @@ class World:
     def boundary(self) -> None:
         self.boundaries += 1
 
-    def loader(self, loader: DataLoader[Any], limit: float = math.inf) -> StepLoader:
+    def loader(self, loader: DataLoader[Any], limit: float = math.inf) -> TrainingLoader:
         order = DataOrder(loader, SHAPE, 0)
         pace = StepPace(position=lambda: (self.epoch, self.step), share=self.share, boundary=self.boundary)
-        return StepLoader(loader, IndexedSteps(order, partial(Fetcher, loader, order, 1), pace, lambda: limit))
+        return TrainingLoader(loader, IndexedSteps(order, partial(Fetcher, loader, order, 1), pace, lambda: limit))
 
 
-def run(world: World, loader: StepLoader) -> Iterator[tuple[GlobalBatch, list[Any]]]:
+def run(world: World, loader: TrainingLoader) -> Iterator[tuple[GlobalBatch, list[Any]]]:
     """Run an epoch as the training loop does."""
     for batch in loader:
         yield batch, [batch.fetch(m) for m in world.share(batch.micro_batches)]

@@ -16,7 +16,7 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.passes import StreamBatches
 from unicron_lightning.data.sources import as_loader
-from unicron_lightning.data.steps import SingleReading, StepLoader, StepPace
+from unicron_lightning.data.steps import SingleReading, StepPace, TrainingLoader
 from unicron_lightning.data.streams import StreamEnds, StreamOpener, Streams
 from unicron_lightning.errors import ConfigError
 
@@ -58,7 +58,7 @@ class Run:
             reading=nullcontext,
             last=lambda: self.last.append(self.step),
         )
-        self.loader = StepLoader(opener.loader, steps)
+        self.loader = TrainingLoader(opener.loader, steps)
 
     def steps(self, most: int | None = None) -> Iterator[GlobalBatch]:
         for batch in itertools.islice(self.loader, most):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.sources import same
-from unicron_lightning.data.steps import StepLoader, StepPace, StreamSteps
+from unicron_lightning.data.steps import StepPace, StreamSteps, TrainingLoader
 from unicron_lightning.data.streams import StreamChanged, StreamEnds, StreamOpener, Streams
 from unicron_lightning.errors import ConfigError
 
@@ -197,7 +197,7 @@ def test_places_of_a_smaller_step() -> None:
         agree=unused,
         reading=nullcontext,
     )
-    batch = next(iter(StepLoader(streams.opener.loader, steps)))
+    batch = next(iter(TrainingLoader(streams.opener.loader, steps)))
     assert batch.in_full_step == [0, 1, 2, 3, 5], "stream 1 has no second batch in this step"
     assert batch.own()[0].tolist() == [14, 17] and looked == [batch.in_full_step]
     streams.close()

@@ -19,12 +19,12 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import Self, override
 
-from unicron_lightning.data.fetch import Ahead, Fetcher
+from unicron_lightning.data.fetch import Ahead, CombinedFetcher, Fetcher
 from unicron_lightning.data.loader import Items, TrainedInPlace
-from unicron_lightning.data.order import CombinedOrder, DataOrder, PartOrder, Place, StepShape, number_of
+from unicron_lightning.data.order import CombinedOrder, DataOrder, PartOrder, StepShape, number_of
 from unicron_lightning.data.passes import EvaluationLoader
 from unicron_lightning.data.seeding import kept, place_seed
-from unicron_lightning.data.steps import Fetches, StepLoader
+from unicron_lightning.data.steps import TrainingLoader
 from unicron_lightning.data.streams import SeenAs, StreamOpener, end_workers, settings_of
 
 MakeLoader = Callable[[int, int, "int | None"], Any]
@@ -33,7 +33,7 @@ MakeLoader = Callable[[int, int, "int | None"], Any]
 _PART = 3
 """Distinguishes the random state of one loader's augmentation from that of the others."""
 
-_Whole = TypeVar("_Whole", bound=StepLoader | EvaluationLoader)
+_Whole = TypeVar("_Whole", bound=TrainingLoader | EvaluationLoader)
 
 
 class PartLoader(TrainedInPlace):
@@ -68,7 +68,8 @@ class PartLoader(TrainedInPlace):
     def fetcher(self, number: int, order: PartOrder, ahead: Ahead) -> Fetcher:
         """Return a fetcher of this loader's part of the combined micro-batches, as loader ``number``."""
         self.close()
-        self._fetcher = Fetcher(self._loader, order, place_seed(self._seed, _PART, number), ahead)
+        seed = place_seed(self._seed, _PART, number)
+        self._fetcher = Fetcher(self._loader, order, seed, lambda start: filter(order.has, ahead(start)))
         return self._fetcher
 
     def opened(self) -> tuple[DataLoader[Any], DataOrder | None]:
@@ -133,9 +134,13 @@ class Combined(CombinedLoader, Generic[_Whole]):
         orders = [part.order for part in self.parts if part.order is not None]
         return CombinedOrder(orders, self._mode, most * self._shape.devices, self._shape)
 
-    def fetchers(self, order: CombinedOrder, ahead: Ahead) -> Fetches:
+    def fetchers(self, order: CombinedOrder, ahead: Ahead) -> CombinedFetcher:
         """Return what fetches micro-batches of all loaders."""
-        return _Fetchers(self.parts, order, ahead, self.structure)
+        orders = [order.part(number) for number in range(len(self.parts))]
+        made = [
+            part.fetcher(number, own, ahead) for number, (part, own) in enumerate(zip(self.parts, orders, strict=True))
+        ]
+        return CombinedFetcher(orders, made, self.structure)
 
     @override
     def __iter__(self) -> Self:
@@ -165,7 +170,7 @@ class Combined(CombinedLoader, Generic[_Whole]):
         return CombinedLoader, (tree_unflatten(leaves, self._spec), self._mode)
 
 
-class CombinedSteps(Combined[StepLoader]):
+class CombinedSteps(Combined[TrainingLoader]):
     """Yields the global batches of an epoch; their number is known once Lightning has set the limits."""
 
 
@@ -175,46 +180,6 @@ class CombinedPass(Combined[EvaluationLoader]):
     @override
     def __len__(self) -> int:
         return super().__len__() if math.isinf(self.most) else int(self.most)
-
-
-class _Fetchers:
-    """Fetches micro-batches of several loaders; implements `Fetches`.
-
-    Args:
-        parts: the loaders.
-        order: of their samples.
-        ahead: yields the places that this rank expects to need.
-        structure: of the loaders, and thus of a batch.
-    """
-
-    def __init__(self, parts: Sequence[PartLoader], order: CombinedOrder, ahead: Ahead, structure: TreeSpec) -> None:
-        self._orders = [order.part(number) for number in range(len(parts))]
-        self._fetchers = [
-            part.fetcher(number, own, partial(_needed, own, ahead))
-            for number, (part, own) in enumerate(zip(parts, self._orders, strict=True))
-        ]
-        self._structure = structure
-
-    def get(self, place: Place) -> Any:
-        pairs = zip(self._orders, self._fetchers, strict=True)
-        batches = [fetcher.get(place) if own.has(place) else None for own, fetcher in pairs]
-        return tree_unflatten(batches, self._structure)
-
-    def drop_before(self, place: Place) -> None:
-        for fetcher in self._fetchers:
-            fetcher.drop_before(place)
-
-    def end_epoch(self) -> None:
-        for fetcher in self._fetchers:
-            fetcher.end_epoch()
-
-    def close(self) -> None:
-        for fetcher in self._fetchers:
-            fetcher.close()
-
-
-def _needed(order: PartOrder, ahead: Ahead, start: Place) -> Iterator[Place]:
-    return (place for place in ahead(start) if order.has(place))
 
 
 class Together(IterableDataset[Any]):

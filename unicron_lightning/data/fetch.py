@@ -8,9 +8,10 @@ worker processes are not restarted for this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from unicron_lightning.data.order import DataOrder, PartOrder, Place
@@ -140,6 +141,46 @@ class Fetcher:
         for place in self._ahead(self._start):
             self._requested.add(place)
             yield place, self._order.indices(*place)
+
+
+class CombinedFetcher:
+    """Micro-batches of several loaders.
+
+    Args:
+        orders: of the loaders' parts.
+        fetchers: of the loaders.
+        structure: of the loaders, and thus of a batch.
+    """
+
+    def __init__(self, orders: Sequence[PartOrder], fetchers: Sequence[Fetcher], structure: TreeSpec) -> None:
+        self._orders = orders
+        self._fetchers = fetchers
+        self._structure = structure
+
+    def get(self, place: Place) -> Any:
+        """The collated micro-batch at ``place``; None for a loader that has ended."""
+        pairs = zip(self._orders, self._fetchers, strict=True)
+        batches = [fetcher.get(place) if own.has(place) else None for own, fetcher in pairs]
+        return tree_unflatten(batches, self._structure)
+
+    def drop_before(self, place: Place) -> None:
+        """Drop micro-batches before ``place``."""
+        for fetcher in self._fetchers:
+            fetcher.drop_before(place)
+
+    def end_epoch(self) -> None:
+        """End this epoch's requests."""
+        for fetcher in self._fetchers:
+            fetcher.end_epoch()
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        for fetcher in self._fetchers:
+            fetcher.close()
+
+
+MakeFetcher = Callable[[Ahead], Fetcher | CombinedFetcher]
+"""Given the places that this rank expects to need, makes what fetches micro-batches."""
 
 
 class _Requests:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,10 +26,9 @@ from typing import Any, Final
 
 from torch.utils.data import DataLoader
 
-from unicron_lightning.data.fetch import Ahead
+from unicron_lightning.data.fetch import MakeFetcher
 from unicron_lightning.data.loader import InPlace
 from unicron_lightning.data.order import EpochOrder, Place
-from unicron_lightning.data.steps import Fetches
 from unicron_lightning.data.streams import ENDS, StreamChanged, StreamOpener, StreamReader
 from unicron_lightning.worker.rows import ReportSum, plan_rows, share_streams
 
@@ -57,87 +55,21 @@ class RowPart:
     exchange: Callable[[int], Sequence[int]] = lambda word: [word]
 
 
-class PassBatches(ABC):
-    """The batches of an evaluation pass, by number: in each round, one for each device of the declared world.
+class IndexedBatches:
+    """The batches of data with an index in a pass, by number.
+
+    Args:
+        order: of the samples, divided as with ddp.
+        fetcher: makes what fetches batches.
 
     Attributes:
+        number: of batches in the present pass.
         part: this worker's part of each row.
     """
 
     part = RowPart()
 
-    @abstractmethod
-    def rounds(self) -> int | None:
-        """Return the number of rounds; None if it is known only at the end."""
-
-    @abstractmethod
-    def begin(self, epoch: int, most: float) -> None:
-        """Begin a pass.
-
-        Args:
-            epoch: for shuffled data and random state.
-            most: largest number of rounds; `math.inf` for no limit.
-
-        Raises:
-            ConfigError: in the first pass, for streams that do not repeat themselves.
-        """
-
-    @abstractmethod
-    def plan(self, known: frozenset[int], replica: int | None, replicas: int, finished: set[int]) -> bool:
-        """Divide the rows with batches that no member has run.
-
-        Args:
-            known: numbers in the members' reports.
-            replica: place of this worker's replica; None for a spare.
-            replicas: number of replicas.
-            finished: numbers that this worker is to report; ends of streams are added.
-
-        Returns:
-            Whether this worker may have rows.
-        """
-
-    @abstractmethod
-    def rows(self) -> Iterator[tuple[int, bool]]:
-        """Yield the number of this worker's batch in each of its rows, and whether its result is kept; otherwise the
-        batch only lets the partners compute theirs.
-
-        Raises:
-            StreamChanged: a stream ends before a batch that a member has run.
-        """
-
-    @abstractmethod
-    def get(self, number: int) -> Any:
-        """Return the batch that `rows` has yielded."""
-
-    @abstractmethod
-    def stand_in(self, number: int) -> Any:
-        """Return the samples for a batch whose result is not kept."""
-
-    def indices(self, number: int) -> list[Any] | None:
-        """Return the data set indices of a batch; None if there are none."""
-        return None
-
-    @abstractmethod
-    def end(self) -> None:
-        """End the pass."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop the worker processes."""
-
-
-class IndexedBatches(PassBatches):
-    """The batches of data with an index.
-
-    Args:
-        order: of the samples, divided as with ddp.
-        fetcher: given what yields the places that this rank expects to need, makes what fetches batches.
-
-    Attributes:
-        number: of batches in the present pass.
-    """
-
-    def __init__(self, order: EpochOrder, fetcher: Callable[[Ahead], Fetches]) -> None:
+    def __init__(self, order: EpochOrder, fetcher: MakeFetcher) -> None:
         self.number = 0
         self._order = order
         self._epoch = 0
@@ -145,33 +77,58 @@ class IndexedBatches(PassBatches):
         self._fetcher = fetcher(self._ahead)
 
     def rounds(self) -> int:
+        """Return the number of rounds, each of a batch for each device of the declared world."""
         return self._order.num_steps(self._epoch)
 
     def begin(self, epoch: int, most: float) -> None:
+        """Begin a pass.
+
+        Args:
+            epoch: for shuffled data and random state.
+            most: largest number of rounds; `math.inf` for no limit.
+        """
         self._epoch = epoch
         self.number = int(min(self._order.num_micro_batches(epoch), most * self._order.devices))
 
     def plan(self, known: frozenset[int], replica: int | None, replicas: int, finished: set[int]) -> bool:
-        """See `PassBatches.plan`; request the samples ahead, instead of any requested before."""
+        """Divide the rows with batches that no member has run, and request the samples ahead, instead of any requested
+        before.
+
+        Args:
+            known: numbers in the members' reports.
+            replica: place of this worker's replica; None for a spare.
+            replicas: number of replicas.
+            finished: numbers that this worker is to report.
+
+        Returns:
+            Whether this worker may have rows.
+        """
         self._fetcher.end_epoch()
         self._planned = own_batches(self.number, known, finished, replica, replicas, self.part)
         return bool(self._planned)
 
     def rows(self) -> Iterator[tuple[int, bool]]:
+        """Yield the number of this worker's batch in each of its rows, and whether its result is kept; otherwise the
+        batch only lets the partners compute theirs.
+        """
         yield from self._planned
 
     def get(self, number: int) -> Any:
+        """Return the batch that `rows` has yielded, or the samples in its place if the result is not kept."""
         return self._fetcher.get(self._order.place(self._epoch, number))
 
     stand_in = get
 
     def indices(self, number: int) -> list[Any]:
+        """Return the data set indices of a batch."""
         return self._order.indices(*self._order.place(self._epoch, number))
 
     def end(self) -> None:
+        """End the pass."""
         self._fetcher.end_epoch()
 
     def close(self) -> None:
+        """Stop the worker processes."""
         self._fetcher.close()
 
     def _ahead(self, start: Place) -> Iterator[Place]:
@@ -202,14 +159,16 @@ def own_batches(
     return [each for each in found if size > 1 or each[1]]
 
 
-class StreamBatches(PassBatches):
-    """The batches of streams.
+class StreamBatches:
+    """The batches of streams in a pass, by number; the methods are those of `IndexedBatches`.
 
     Args:
         opener: opens the streams.
         devices: number of streams.
         reading: context in which streams are read, for the detection of hangs.
     """
+
+    part = RowPart()
 
     def __init__(self, opener: StreamOpener, devices: int, reading: Callable[[], AbstractContextManager[None]]) -> None:
         self._devices = devices
@@ -230,9 +189,15 @@ class StreamBatches(PassBatches):
         self._spare: list[Any] = []
 
     def rounds(self) -> int | None:
+        """Return the number of rounds; None if it is known only at the end."""
         return self._opener.length()
 
     def begin(self, epoch: int, most: float) -> None:
+        """Begin a pass.
+
+        Raises:
+            ConfigError: in the first pass, for a data set that does not repeat itself.
+        """
         self.end()
         self._epoch, self._most, self._spare = epoch, most, []
         if not self._checked:
@@ -241,13 +206,18 @@ class StreamBatches(PassBatches):
                 self._opener.check()
 
     def plan(self, known: frozenset[int], replica: int | None, replicas: int, finished: set[int]) -> bool:
+        """Divide the rows; ends of streams are added to what this worker is to report."""
         groups = sorted({stream // self.part.size for stream in missing(known, self._devices, self._most)})
         self._known, self._ends, self._finished = known, ends_of(known, self._devices), finished
         self._groups = share_streams(groups, replica, replicas)
         return bool(self._groups)
 
     def rows(self) -> Iterator[tuple[int, bool]]:
-        """See `PassBatches.rows`; each batch is read then."""
+        """Yield the rows, whose batches are read then.
+
+        Raises:
+            StreamChanged: a stream ends before a batch that a member has run.
+        """
         self._found = ends_of(self._finished, self._devices)
         for group, first, step in self._groups:
             yield from self._rows_of(group, first, step)
@@ -265,6 +235,9 @@ class StreamBatches(PassBatches):
                 self._spare.append(reader.read())
                 reader.close()
         return copy.deepcopy(self._spare[0])
+
+    def indices(self, number: int) -> None:
+        """Return None: there are none."""
 
     def end(self) -> None:
         """Close the open stream, and end its worker processes."""
@@ -363,6 +336,9 @@ def missing(finished: Collection[int], devices: int, most: float) -> list[int]:
     ends = ends_of(finished, devices)
     run = Counter(number % devices for number in finished if number < ENDS)
     return [stream for stream in range(devices) if run[stream] < min(most, ends.get(stream, math.inf))]
+
+
+PassBatches = IndexedBatches | StreamBatches
 
 
 class EvaluationLoader(InPlace):

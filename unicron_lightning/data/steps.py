@@ -14,28 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from unicron_lightning.data.fetch import Ahead, Fetcher
-from unicron_lightning.data.loader import Closes, GlobalBatch, InPlace, TrainedInPlace
+from unicron_lightning.data.fetch import Fetcher, MakeFetcher
+from unicron_lightning.data.loader import GlobalBatch, InPlace, TrainedInPlace
 from unicron_lightning.data.order import DataOrder, EpochOrder, Place, StepShape
 from unicron_lightning.data.streams import Streams
-
-
-class Fetches(Closes, Protocol):
-    """Fetches micro-batches by number: `Fetcher`, or those of several loaders."""
-
-    def get(self, place: Place) -> Any:
-        """Return the collated micro-batch at ``place``."""
-
-    def drop_before(self, place: Place) -> None:
-        """Drop micro-batches before ``place``."""
-
-    def end_epoch(self) -> None:
-        """End this epoch's requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +95,7 @@ class IndexedSteps(Steps):
 
     Args:
         order: of the samples, and of their random state.
-        fetcher: given what yields the places that this rank expects to need, makes what fetches micro-batches.
+        fetcher: makes what fetches micro-batches.
         pace: of the loop.
         limit: returns the largest number of batches for each device in an epoch.
         whole: whether the last step within the limit is complete.
@@ -122,7 +109,7 @@ class IndexedSteps(Steps):
     def __init__(
         self,
         order: EpochOrder,
-        fetcher: Callable[[Ahead], Fetches],
+        fetcher: MakeFetcher,
         pace: StepPace,
         limit: Callable[[], float] = lambda: math.inf,
         *,
@@ -412,7 +399,7 @@ class StreamPass(StreamSteps):
             yield batch
 
 
-class StepLoader(TrainedInPlace):
+class TrainingLoader(TrainedInPlace):
     """Yields the global batches of an epoch in training.
 
     Args:

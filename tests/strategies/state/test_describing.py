@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning.data.fetch import Fetcher
 from unicron_lightning.data.order import DataOrder, StepShape
-from unicron_lightning.data.steps import IndexedSteps, StepLoader, StepPace
+from unicron_lightning.data.steps import IndexedSteps, StepPace, TrainingLoader
 from unicron_lightning.strategies.state.comparison import describe_data, describe_model, shared_state
 
 
@@ -45,7 +45,7 @@ def data_of(length: int = 40, seed: int = 3, *, shuffle: bool = True) -> dict[st
     loader = DataLoader(TensorDataset(torch.zeros(length, 2)), batch_size=2, shuffle=shuffle)
     order = DataOrder(loader, StepShape(devices=2, accumulation=1), seed)
     pace = StepPace(position=lambda: (0, 0), share=list)
-    made = StepLoader(loader, IndexedSteps(order, partial(Fetcher, loader, order, 0), pace))
+    made = TrainingLoader(loader, IndexedSteps(order, partial(Fetcher, loader, order, 0), pace))
     try:
         return describe_data(made)
     finally:
