@@ -214,7 +214,7 @@ def laid_out(rank: int, world: int, folder: Path, **ddp_options: Any) -> bool:
     shim.install()
     plain.start(rank, world, folder)
     training = plain.build(toy.Toy(), zero1=True, **ddp_options)
-    optimizer = ShardedOptimizer([training.ddp], training.optimizer)
+    optimizer = ShardedOptimizer(training.ddp, training.optimizer)
     gradients = []
     interrupted = toy.forward(training.ddp, next(training.batches(range(1))))
     for _ in range(3):
