@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [
     *(path for name in ("megatron", "replica") for path in (ROOT / "unicron_lightning" / name).glob("*.py")),
     *(ROOT / "strategies" / "megatron").glob("*.py"),
-    ROOT / "strategies" / "passes" / "global_passes.py",
 ]
 
 _V0_16: Final = {
@@ -80,8 +79,8 @@ OTHERS: Final = {
         *("_world", "torch._C"),
     },
     "lightning": {
-        *("_StrategyRegistry", "_broadcast_sigterm_tensor", "_call_lightning_module_hook", "_current_fx", "_results"),
-        *("_configure_schedulers_automatic_opt", "_logger_connector", "_signal_connector"),
+        *("_StrategyRegistry", "_broadcast_sigterm_tensor", "_call_lightning_module_hook"),
+        *("_configure_schedulers_automatic_opt", "_signal_connector"),
         "_sigterm_notifier_fn",
     },
 }
