@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Final
 
 import pytest
 from cross.cases import Case, Script, draw, smaller
@@ -51,8 +52,6 @@ KEPT = {
         "strikes": [{"fit": 2, "step": 14}]}""",
     "weights_changed_after_a_validation": """{"script": {"strategy": "unicron_fsdp", "hooks": ["scaled_weights"],
         "validation": "epoch"}, "strikes": [{"step": 8}], "plain": true}""",
-    "all_die_while_the_coordinator_is_away": """{"script": {"saves": "model"}, "strikes": [],
-        "orders": [{"step": 5, "kind": "coordinator"}, {"step": 7, "kind": "everything"}]}""",
 }
 """Cases near faults that there were, by what failed."""
 MEGATRON = {
@@ -135,14 +134,23 @@ def test_megatron_cases(tmp_path: Path) -> None:
     assert all(verdict.died >= 1 for verdict in verdicts)
 
 
+RESTARTS: Final = {
+    "one_dies_later": """{"script": {"hooks": ["counting"], "validation": "epoch"}, "strikes": [{"step": 6}],
+        "orders": [{"kind": "coordinator"}]}""",
+    "all_die_meanwhile": """{"script": {"saves": "model"}, "strikes": [],
+        "orders": [{"step": 5, "kind": "coordinator"}, {"step": 7, "kind": "everything"}]}""",
+}
+"""Cases that need a coordinator of their own."""
+
+
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-def test_the_coordinator_starts_again(tmp_path: Path) -> None:
-    text = """{"script": {"hooks": ["counting"], "validation": "epoch"}, "strikes": [{"step": 6}],
-        "orders": [{"kind": "coordinator"}]}"""
+@pytest.mark.parametrize("name", RESTARTS)
+def test_the_coordinator_starts_again(tmp_path: Path, name: str) -> None:
+    case = Case.from_text(RESTARTS[name])
     with site(tmp_path) as own:
-        verdict = run(own, "restart", Case.from_text(text))
-    assert verdict.faults == () and verdict.given == ("coordinator",), verdict.log
+        verdict = run(own, "restart", case)
+    assert verdict.faults == () and {*verdict.given} == {order.kind for order in case.orders}, verdict.log
 
 
 @pytest.mark.faults
