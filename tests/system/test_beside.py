@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,11 @@ def test_a_writer_dies(tmp_path: Path, reference: Reference) -> None:
     check_exact(tmp_path, reference, workers=3)
 
 
+def failed(folder: Path, node: str, name: str) -> bool:
+    """Whether the worker of a node has printed that the version of step 20 could not be written."""
+    return bool(re.search(rf"checkpoint_failed path=\S+/{name} step=20", (folder / f"agent-{node}.log").read_text()))
+
+
 def test_a_save_that_fails_fails_no_step(tmp_path: Path, reference: Reference) -> None:
     folder = tmp_path / "checkpoints"
     with Cluster(tmp_path, settings=SETTINGS) as cluster:
@@ -153,6 +159,10 @@ def test_a_save_that_fails_fails_no_step(tmp_path: Path, reference: Reference) -
         folder.rename(tmp_path / "away")
         folder.touch()  # no folder any more
         cluster.watch(lambda: cluster.events("worker.checkpoint_failed"), "the failure", 60)
+        # One that begins a version in the restored folder waits long for those that have failed without a trace.
+        cluster.watch(
+            lambda: all(failed(tmp_path, node, "last.ckpt") for node in ("n0", "n1", "n2")), "all failures", 60
+        )
         folder.unlink()
         (tmp_path / "away").rename(folder)
         cluster.watch(lambda: saved_at(cluster, 30), "the next checkpoint", 60)
