@@ -9,12 +9,12 @@ import threading
 import time
 from pathlib import Path
 
-from unicron_lightning.strategies.session import EndingSiblings
+from unicron_lightning.worker.siblings import EndingSiblings
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from unicron_lightning.strategies.session import EndingSiblings
+from unicron_lightning.worker.siblings import EndingSiblings
 EndingSiblings(Path(sys.argv[1])).begin()
 print("begun", flush=True)
 time.sleep(60)

@@ -8,7 +8,7 @@ from typing import Any
 
 from unicron_lightning import wire
 from unicron_lightning.agent.workers.roster import ENDING_SECONDS, SIBLING_SECONDS, Fencing, Roster
-from unicron_lightning.strategies.session import HOOKS_SECONDS
+from unicron_lightning.worker.siblings import HOOKS_SECONDS
 
 REPORT = wire.ErrorReport(
     worker="a/0#1",

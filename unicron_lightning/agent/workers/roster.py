@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from unicron_lightning import wire
-from unicron_lightning.strategies.session import HOOKS_SECONDS
 from unicron_lightning.wire.epoch_changes import EpochMissed, changed
+from unicron_lightning.worker.siblings import HOOKS_SECONDS
 
 logger = logging.getLogger(__name__)
 
