@@ -196,10 +196,10 @@ class Persisting:
         self._sweep()
 
     def finish(self, seconds: float) -> None:
-        """Wait for the versions, at most so long."""
+        """Wait for the versions of a life that ends, at most so long."""
         self.settle()
-        if self._writer is not None and not self._writer.wait(0, seconds):
-            logger.warning("checkpoints_not_finished seconds=%g", seconds)
+        if self._writer is not None:
+            self._writer.finish(seconds)
 
     def close(self, *, whole: bool) -> None:
         """End a run: wait for the versions, if no exception has ended it, and end the writer.

@@ -177,18 +177,38 @@ def test_a_run_whose_newest_checkpoint_nobody_can_write_has_failed(
     assert names == ["epoch=0-step=3.ckpt" if last else "epoch=1-step=6.ckpt"]
 
 
+def never_starts(folder: Path) -> str:
+    """Make a program in place of the writer's."""
+    never = folder / "never"
+    never.write_text("#!/bin/sh\nexec sleep 600\n")
+    never.chmod(0o700)
+    return str(never)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("every", [3, 100])
 def test_the_end_of_a_run_does_not_wait_for_the_writers_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    """The writer of this run would never start."""
-    never = tmp_path / "never"
-    never.write_text("#!/bin/sh\nexec sleep 600\n")
-    never.chmod(0o700)
-    monkeypatch.setattr("unicron_lightning.checkpoints.client.sys.executable", str(never))
+    monkeypatch.setattr("unicron_lightning.checkpoints.client.sys.executable", never_starts(tmp_path))
     trained(UnicronCheckpoint(tmp_path / "saved", every_n_train_steps=every, save_top_k=-1), steps=6)
     assert len(list((tmp_path / "saved").glob("*"))) == (2 if every == 3 else 0)
+
+
+class Pausing(Line):
+    """Ends a life as a pause does, between two steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 5:
+            self.trainer.strategy.persisting.finish(40.0)
+            self.saved = os.listdir(self.trainer.checkpoint_callback.dirpath)
+
+
+@pytest.mark.timeout(60)
+def test_a_pause_does_not_wait_for_the_writers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unicron_lightning.checkpoints.client.sys.executable", never_starts(tmp_path))
+    saver = UnicronCheckpoint(tmp_path / "saved", every_n_train_steps=3, save_top_k=-1)
+    assert trained(saver, steps=6, module=Pausing).lightning_module.saved == ["epoch=0-step=3.ckpt"]
 
 
 class Frozen(Line):

@@ -142,14 +142,18 @@ class WriterProcess:
         self._orders.put(version)
         os.write(self._wake_write, b"x")
 
-    def close(self, seconds: float) -> None:
-        """Wait for the unfinished versions, then end the writer. One that has not started is not waited for: the thread
-        writes the versions itself.
+    def finish(self, seconds: float) -> None:
+        """Wait for the versions of a process that ends, at most so long. The thread writes them itself if the writer
+        has not started: that would last seconds.
         """
         self._ends = True
         os.write(self._wake_write, b"x")
         if not self.wait(0, seconds):
             logger.warning("checkpoints_not_finished versions=%d seconds=%g", len(self._versions), seconds)
+
+    def close(self, seconds: float) -> None:
+        """Wait for the unfinished versions, then end the writer."""
+        self.finish(seconds)
         self._orders.put(None)
         os.write(self._wake_write, b"x")
         self._thread.join()
