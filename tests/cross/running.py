@@ -88,7 +88,9 @@ def run(site: Site, name: str, case: Case) -> Verdict:
     logs = [*(folder / "agents").glob("*.log"), *(folder / "single").glob("*.log")]
     log = "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
     if not faults and not again:
-        faults = _compared(case, folder, died, given, late=log.count(PASSED) + _came_at_the_end(events))
+        late = log.count(PASSED) + _came_at_the_end(events)
+        lives = 1 + sum(event["name"] == "task_restarts" for event in events)
+        faults = _compared(case, folder, died, given, late=late, lives=lives)
     elif any(codes["alone"]):
         faults = ["alone: " + _last_error(folder / "single" / "alone.log"), *faults]
     elif died >= HOLDERS and f"{CheckpointLost.__name__}: " in log:  # the task fails, with a reason
@@ -205,7 +207,7 @@ def _agent(worker: str) -> str:
     return worker.partition("/")[0]
 
 
-def _compared(case: Case, folder: Path, died: int, given: list[str], *, late: int) -> list[str]:
+def _compared(case: Case, folder: Path, died: int, given: list[str], *, late: int, lives: int) -> list[str]:
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("result-*.json"))]
     workers, faults = case.script.workers, []
     tolerance = TOLERANCE if case.script.double else TOLERANCE_FLOAT32
@@ -216,7 +218,7 @@ def _compared(case: Case, folder: Path, died: int, given: list[str], *, late: in
         expected_here = _same_parts(result, expected)
         faults += [f"result {place}: {each}" for each in differences(result, expected_here, tolerance=tolerance)][:4]
     if not case.plain:
-        disk, disk_alone = written(folder, folder / "alone", leftovers=died < workers), written(folder / "alone")
+        disk, disk_alone = written(folder, folder / "alone", leftovers=lives == 1), written(folder / "alone")
         if died >= workers and case.script.saves == "folder":  # writers of an earlier life may complete theirs later
             disk["kept"] = [each for each in disk["kept"] if each in disk_alone["kept"]]
         faults += [f"disk: {each}" for each in differences(disk, disk_alone, tolerance=tolerance)][:4]

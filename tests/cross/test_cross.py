@@ -66,6 +66,8 @@ MEGATRON = {
         "optimizer": "adam"}, "strikes": [{"step": 7, "rank": -1}]}""",
     "first_writer_dies_at_the_end": """{"script": {"strategy": "unicron_megatron", "saves": "folder"},
         "strikes": [{"step": 1, "point": "on_train_end", "rank": 0}]}""",
+    "formed_again_in_a_validation": """{"script": {"strategy": "unicron_megatron", "zero": true, "optimizer": "adamw",
+        "dropout": true, "validation": "epoch"}, "strikes": [{"step": 1, "point": "on_validation_start"}]}""",
     "replaced_before_a_join": """{"script": {"strategy": "unicron_megatron", "optimizer": "adam", "samples": 23,
         "validation": "epoch", "saves": "folder", "epochs": 3}, "strikes": [{"step": 5, "point": "on_validation_start"},
         {"step": 10, "point": "on_validation_end", "rank": 0}]}""",

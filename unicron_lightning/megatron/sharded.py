@@ -210,7 +210,7 @@ class ShardedOptimizer:
         _take_apart(ddp)
         training = ddp.training
         type(ddp).__init__(ddp, ddp.config, ddp.ddp_config, ddp.module, disable_bucketing=False)
-        ddp.train(training)
+        ddp.training = training  # not of the model: in an evaluation it has a mode of its own
         for bucket in _buckets(ddp):
             bucket.gradient_scaling_factor = factor
         self._lay_out_optimizer(groups)
