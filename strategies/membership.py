@@ -78,10 +78,10 @@ class Membership:
         self._checked = True  # by the members, when they began
         self.joins = True
         session.wait_admission()
-        join = Join(lambda: b"")
+        join = Join(dict)
         session.engine.run(join)
         assert join.received is not None
-        state: dict[str, Any] = codec.decode(join.received)
+        state: dict[str, Any] = join.received
         session.check_fit(state["fit"])
         strategy.comparison.add_data(strategy.loaders.training)
         strategy.comparison.check(state.get("described"))
@@ -230,7 +230,7 @@ class Membership:
             strategy.comparison.agree("training")
         elif engine.control is not None and not strategy.comparison.has_data:  # a further fit of the trainer
             strategy.comparison.add_data(strategy.loaders.training)
-        join = Join(lambda: codec.encode(self.state(trainer)))
+        join = Join(lambda: self.state(trainer))
         if engine.switch_from:
             strategy.await_rows()  # a rank 0 may leave, and another looks for its rows
         engine.switch(join)

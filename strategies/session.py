@@ -20,6 +20,7 @@ from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.stacks import StackFile
 from unicron_lightning.strategies.collectives import default_group
+from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.communication.backends import DataPlane
 from unicron_lightning.worker.communication.gloo import leave_buried, wait_buried
 from unicron_lightning.worker.communication.owned_group import wait_destroyed
@@ -29,7 +30,7 @@ from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine, Fabric, World
 from unicron_lightning.worker.injector import Injector
-from unicron_lightning.worker.operations import Agreement, unpack_parts
+from unicron_lightning.worker.operations import Agreement
 from unicron_lightning.worker.siblings import HOOKS_SECONDS, EndingSiblings
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ from torch import Tensor
 from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.operations import Agreement, unpack_parts
+from unicron_lightning.worker.codec import unpack_parts
+from unicron_lightning.worker.operations import Agreement
 
 if TYPE_CHECKING:  # it imports this module, by default_group
     from unicron_lightning.strategies.session import Session

@@ -33,8 +33,9 @@ from unicron_lightning.strategies.metrics.sums import State, StepMetrics, merge_
 from unicron_lightning.strategies.passes.loaders import evaluation_loops, order_seed
 from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
 from unicron_lightning.worker import codec
+from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.operations import Evaluation, unpack_parts
+from unicron_lightning.worker.operations import Evaluation
 from unicron_lightning.worker.rows import ReportSum
 
 if TYPE_CHECKING:

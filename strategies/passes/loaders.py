@@ -55,7 +55,8 @@ from unicron_lightning.data.streams import StreamEnds, StreamOpener, Streams
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, unwrapped
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.operations import Agreement, unpack_parts
+from unicron_lightning.worker.codec import unpack_parts
+from unicron_lightning.worker.operations import Agreement
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy

@@ -37,9 +37,10 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.strategies.session import FitPassed, Session
 from unicron_lightning.strategies.state import join_state
+from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.operations import Agreement, unpack_parts
+from unicron_lightning.worker.operations import Agreement
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy

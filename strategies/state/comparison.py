@@ -31,8 +31,9 @@ from unicron_lightning.worker.agreement import (
     part_of,
     parts_of,
 )
+from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.operations import Agreement, unpack_parts
+from unicron_lightning.worker.operations import Agreement
 from unicron_lightning.worker.step import Step
 
 if TYPE_CHECKING:

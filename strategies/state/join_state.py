@@ -41,8 +41,9 @@ from unicron_lightning.strategies.metrics.sums import StepMetrics, SumsLayout
 from unicron_lightning.strategies.state import callbacks
 from unicron_lightning.strategies.state.module_buffers import restore_unsaved, unsaved
 from unicron_lightning.worker import codec
+from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.operations import Agreement, unpack_parts
+from unicron_lightning.worker.operations import Agreement
 
 logger = logging.getLogger(__name__)
 

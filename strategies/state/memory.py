@@ -31,9 +31,10 @@ from unicron_lightning.shared_memory import verified
 from unicron_lightning.strategies.session import FitPassed
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.worker import codec
+from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes
 from unicron_lightning.worker.engine import Engine, World
-from unicron_lightning.worker.operations import Agreement, Indivisible, unpack_parts
+from unicron_lightning.worker.operations import Agreement, Indivisible
 from unicron_lightning.worker.staging import StagedVersion, Staging
 from unicron_lightning.worker.state_parts import DividedState, SharePart, joined, staged_parts
 
@@ -384,7 +385,8 @@ class CollectState(Indivisible):
             assert source is not None
             known = {view.digests.get(part) for view in views if view.shard == part // pieces}
             if len(known) > 1 or None in known:
-                data = broadcast_bytes(communicator, self._own[part][1] if rank == source else None, source)
+                sent = self._own[part][1] if rank == source else None
+                data = broadcast_bytes(communicator, sent, source, keep=part in needed)
                 if part in needed:
                     parts[part] = data
         return [parts[part] for part in needed]

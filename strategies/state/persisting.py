@@ -29,7 +29,8 @@ from unicron_lightning.checkpoints.messages import HOLDERS_LOST, WriteVersion
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint, part_writers, stage
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.shared_memory import MemoryPool, PooledMemory
-from unicron_lightning.worker.operations import Agreement, unpack_parts
+from unicron_lightning.worker.codec import unpack_parts
+from unicron_lightning.worker.operations import Agreement
 from unicron_lightning.worker.state_parts import Place, holders
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ from worker.history_data import SimConnecting
 from unicron_lightning import wire
 from unicron_lightning.worker import engine as engine_module
 from unicron_lightning.worker.buckets import FlatBucket
+from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.control import thread as control_module
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.operations import Agreement, Evaluation, Join, unpack_parts
+from unicron_lightning.worker.operations import Agreement, Evaluation, Join
 from unicron_lightning.worker.rows import ReportSum, plan_rows
 from unicron_lightning.worker.step import GradientStep
 

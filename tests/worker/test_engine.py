@@ -17,9 +17,10 @@ from worker.simulation import Coordinator, Fault, Killed, TaskIsOver, run_thread
 from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.errors import ProgramsDiffer
 from unicron_lightning.worker.buckets import FlatBucket, GradientBuckets
+from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.communication.communicator import STOP, gather_bytes
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.operations import Agreement, Evaluation, Join, unpack_parts
+from unicron_lightning.worker.operations import Agreement, Evaluation, Join
 from unicron_lightning.worker.rows import ReportSum, plan_rows
 from unicron_lightning.worker.step import GradientStep
 

@@ -19,6 +19,8 @@ import torch
 from unicron_lightning import wire
 from unicron_lightning.agent.workers.memory import AgentMemory
 from unicron_lightning.shared_memory import allocate, verified
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.codec import flat
 from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.staging import Staging
 from unicron_lightning.worker.state_parts import (
@@ -27,6 +29,7 @@ from unicron_lightning.worker.state_parts import (
     holders,
     joined,
     partners_of,
+    restored,
     staged_parts,
 )
 
@@ -78,6 +81,18 @@ def test_parts_are_of_equal_size_and_others_do_not_fit() -> None:
         joined([b"x" * 100])
     other = {**state(), "checkpoint": {"state_dict": {"d": torch.zeros(40, 50)}}}
     assert DividedState.of(other).layout != divided.layout
+
+
+def test_a_joiner_keeps_the_memory_that_it_has_received() -> None:
+    divided = DividedState.of(state(), least=100, paths=("",))
+    large = [flat(tensor).clone() for tensor in divided.large]
+    found, expected = restored(divided.root, large), state()
+    torch.testing.assert_close(found["checkpoint"], expected["checkpoint"], rtol=0, atol=0)
+    assert torch.equal(found["random"], expected["random"])
+    held = {tensor.data_ptr() for tensor in large}
+    assert held == {tensor.data_ptr() for _, tensor in codec.split(found)[1] if tensor.nbytes >= 100}
+    with pytest.raises(ValueError, match="bytes expected"):
+        restored(divided.root, large[:-1])
 
 
 def alone(nodes: Sequence[str]) -> list[Place]:

@@ -26,7 +26,7 @@ from unicron_lightning.checkpoints.files import INDEX, REST, HashingFile
 from unicron_lightning.checkpoints.messages import StagedPart, StagedTensor, WriteVersion
 from unicron_lightning.checkpoints.storage import DATA_SUFFIX, VersionStorage
 from unicron_lightning.shared_memory import MemoryPool, PooledMemory
-from unicron_lightning.worker.operations import pack_parts
+from unicron_lightning.worker.codec import pack_parts
 from unicron_lightning.worker.state_parts import Place, apart, following
 
 ALIGNMENT: Final = 64

@@ -47,7 +47,7 @@ from unicron_lightning.checkpoints.messages import (
 )
 from unicron_lightning.checkpoints.pieces import WrittenPart, publish, tensor_in, write_part
 from unicron_lightning.checkpoints.storage import DATA_SUFFIX, VersionStorage, storage_of
-from unicron_lightning.worker.operations import unpack_parts
+from unicron_lightning.worker.codec import unpack_parts
 
 _NOTICE_SECONDS: Final = 2.0
 """Seconds in which all writers that have begun notice that a version has failed."""

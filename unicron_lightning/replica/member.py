@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -105,10 +105,6 @@ class ReplicaModel(Protocol):
         """Load the `state` of another worker."""
 
 
-_PIECE_BYTES: Final = 1 << 26
-"""Bytes that a worker holds of another shard's state."""
-
-
 class ShardOperation(Indivisible):
     """An operation in which all workers do the same with their shards.
 
@@ -164,15 +160,10 @@ class LastState(ShardOperation):
         """Send the state of a shard from a rank to those that lack it."""
         fabric, communicator = self._fabric, engine.communicator
         sends, takes = communicator.rank == source, fabric.own_shard == shard and fabric.at != newest
-        data = self._model.state() if sends else b""
-        size = int(broadcast_bytes(communicator, str(len(data)).encode() if sends else None, source))
-        received = bytearray()
-        for start in range(0, size, _PIECE_BYTES):
-            piece = broadcast_bytes(communicator, data[start : start + _PIECE_BYTES] if sends else None, source)
-            if takes:
-                received += piece
+        data = self._model.state() if sends else None
+        received = broadcast_bytes(communicator, data, source, keep=takes)
         if takes:
-            self._model.load_state(bytes(received))
+            self._model.load_state(received)
             fabric.at = newest
 
 

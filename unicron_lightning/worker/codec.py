@@ -7,10 +7,11 @@ are, and everything else as a one-key object naming its kind. Decoding can creat
 from __future__ import annotations
 
 import datetime
+import io
 import math
 import pathlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from torch import Tensor
 from unicron_lightning.errors import UnicronError
 
 _SCALARS = (type(None), bool, int, float, str)
+_sizes = msgspec.json.Decoder(list[int]).decode
 
 
 class NotPlainData(UnicronError, TypeError):
@@ -64,36 +66,71 @@ def decode(data: bytes) -> Any:
     Raises:
         ValueError: the bytes do not come from `encode`.
     """
-    size = int.from_bytes(data[:8], "little")
+    end = 8 + int.from_bytes(data[:8], "little")
+    stream = io.BytesIO(data)
+    stream.seek(min(end, len(data)))
+    return _decoded(data[8:end], stream.read)
+
+
+def restored(tree: bytes, blobs: Iterable[bytes | Tensor]) -> Any:
+    """Return the value of a tree and the bytes of its tensors. A tensor of bytes (uint8, one dimension) becomes memory
+    of the value.
+
+    Raises:
+        ValueError: they are not those of an encoded value.
+    """
+    rest = iter(blobs)
+    return _decoded(tree, lambda _: next(rest, b""))
+
+
+def _decoded(tree: bytes, following: Callable[[int], bytes | Tensor]) -> Any:
     try:
-        tree = msgspec.json.decode(data[8 : 8 + size])
-        return _unpack(tree, _Reader(data, 8 + size))
+        return _unpack(msgspec.json.decode(tree), _Reader(following))
     except (msgspec.DecodeError, LookupError, TypeError, RuntimeError, OverflowError, ValueError) as error:
         raise ValueError(f"not encoded plain data: {str(error).splitlines()[0][:200]}") from error
 
 
 class _Reader:
-    def __init__(self, data: bytes, offset: int) -> None:
-        self._data = data
-        self._offset = offset
+    def __init__(self, following: Callable[[int], bytes | Tensor]) -> None:
+        self._following = following
 
     def take(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
-        part = self._data[self._offset : self._offset + size]
+        part = self._following(size)
         if len(part) != size:  # checked before memory is allocated
             raise ValueError(f"tensor of {size} bytes expected, {len(part)} left")
+        if isinstance(part, Tensor) and size:
+            return part.view(dtype).view(shape)
         tensor = torch.empty(shape, dtype=dtype)
-        self._offset += size
         if size:
-            flat = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-            tensor.view(-1).view(torch.uint8).copy_(flat)
+            tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
         return tensor
 
 
 def raw(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor's elements, in order."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return flat(tensor).numpy().tobytes() if tensor.numel() else b""
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor's elements as uint8 of one dimension on the CPU; a copy only if it has to be."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def pack_parts(parts: Sequence[bytes]) -> bytes:
+    """Join several byte strings into one."""
+    header = msgspec.json.encode([len(part) for part in parts])
+    return b"".join([len(header).to_bytes(8, "little"), header, *parts])
+
+
+def unpack_parts(data: bytes) -> list[bytes]:
+    """The byte strings that were joined by `pack_parts`."""
+    offset = 8 + int.from_bytes(data[:8], "little")
+    parts = []
+    for size in _sizes(data[8:offset]):
+        parts.append(data[offset : offset + size])
+        offset += size
+    return parts
 
 
 def _pack(value: Any, tensors: list[tuple[str, Tensor]], path: str) -> Any:

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Final, Generic, NoReturn, TypeVar
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import msgspec
 
 from unicron_lightning.wire import PARTING
-from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes
+from unicron_lightning.worker.codec import pack_parts
+from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes, send_tensors
 from unicron_lightning.worker.engine import JOIN, Engine, EpochChanged
 from unicron_lightning.worker.rows import Report, ReportSum
+from unicron_lightning.worker.state_parts import DividedState, restored
 
 logger = logging.getLogger(__name__)
 
 _encode = msgspec.json.Encoder().encode
 _PARTS: Final = b"parts"
-_sizes = msgspec.json.Decoder(list[int]).decode
-
-
-def pack_parts(parts: Sequence[bytes]) -> bytes:
-    """Join several byte strings into one."""
-    header = _encode([len(part) for part in parts])
-    return b"".join([len(header).to_bytes(8, "little"), header, *parts])
-
-
-def unpack_parts(data: bytes) -> list[bytes]:
-    """The byte strings that were joined by `pack_parts`."""
-    offset = 8 + int.from_bytes(data[:8], "little")
-    parts = []
-    for size in _sizes(data[8:offset]):
-        parts.append(data[offset : offset + size])
-        offset += size
-    return parts
+_LARGE: Final = 1 << 20
+"""Bytes from which a joiner receives a tensor by itself."""
+_numbers = msgspec.json.Decoder(list[int]).decode
 
 
 class Indivisible:
@@ -80,29 +68,28 @@ class Join(Indivisible):
     """The admission of joiners at a step boundary: members without state receive it from the first member with state.
 
     The operation completes when all members have the state, so a donor that has left the boundary proves that no joiner
-    needs it any more.
+    needs it any more. Large tensors are sent from where they are, and a joiner keeps the memory that it receives: no
+    rank holds the state once more beside its own, and those that have it need memory for a segment.
 
     Args:
-        donate: returns this worker's state as bytes; called at most once, only if a member needs it.
+        donate: returns this worker's state, plain data; called at most once, only if a member needs it.
 
     Attributes:
-        received: the received state, None on workers that had it.
+        received: the received state; None on workers that had it.
         admits: whether a worker has received it, as far as this one knows.
         parts: whether all members are to be restarted (an epoch of a kind in `wire.PARTING`): the same on all.
     """
 
     name = JOIN
 
-    def __init__(self, donate: Callable[[], bytes]) -> None:
-        self.received: bytes | None = None
+    def __init__(self, donate: Callable[[], Any]) -> None:
+        self.received: Any = None
         self.admits = self.parts = False
         self._donate = donate
-        self._donation: bytes | None = None
+        self._donation: DividedState | None = None
         self._root: int | None = None
-        self._rank = 0
 
     def plan(self, reports: ReportSum, rank: int) -> None:
-        self._rank = rank
         self._root = reports.donor
         self.admits = self.admits or self._root is not None
 
@@ -110,18 +97,9 @@ class Join(Indivisible):
         communicator = engine.communicator
         engine.activity.enter("boundary")
         if self._root is not None:
-            payload = None
-            if self._rank == self._root:
-                state = self._give()
-                payload = pack_parts([_encode([engine.position, engine.step]), state])
+            state = self._give(engine) if engine.world.rank == self._root else None
             engine.fault("join", engine.world.epoch)
-            data = broadcast_bytes(communicator, payload, self._root)
-            if not engine.has_state:
-                position, state = unpack_parts(data)
-                engine.position, engine.step = _sizes(position)
-                self.received = state
-                engine.has_state = True
-                engine.report_again(self)
+            self._pass_on(engine, state, self._root)
         gather_bytes(communicator, b"", engine.tag(self.name))
         if engine.world.hold and engine.control is not None:
             logger.warning("training_held world=%d reason=fewer nodes than the minimum", engine.world.size)
@@ -134,12 +112,26 @@ class Join(Indivisible):
     def adopt(self, result: bytes) -> None:
         self.parts = result == _PARTS
 
-    def _give(self) -> bytes:
-        if self.received is not None:
-            return self.received
+    def _give(self, engine: Engine) -> DividedState:
         if self._donation is None:
-            self._donation = self._donate()
+            state = self._donate() if self.received is None else self.received
+            self._donation = DividedState.of(state, least=_LARGE, paths=("",))
         return self._donation
+
+    def _pass_on(self, engine: Engine, state: DividedState | None, root: int) -> None:
+        """Send the state, or receive it if this worker has none."""
+        communicator, lacks = engine.communicator, not engine.has_state
+        header = common = large = None
+        if state is not None:
+            common, large = state.root, state.large
+            header = _encode([engine.position, engine.step, *(tensor.nbytes for tensor in large)])
+        position, step, *sizes = _numbers(broadcast_bytes(communicator, header, root))
+        received = broadcast_bytes(communicator, common, root, keep=lacks)
+        tensors = send_tensors(communicator, large, sizes, root, keep=lacks)
+        if lacks:
+            self.received = restored(received, tensors)
+            engine.position, engine.step, engine.has_state = position, step, True
+            engine.report_again(self)
 
 
 class Parting(Indivisible):

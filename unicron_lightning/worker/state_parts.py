@@ -9,8 +9,9 @@ with the length of its root. The parts of a version are those of its first shard
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 import msgspec
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.operations import pack_parts, unpack_parts
+from unicron_lightning.worker.codec import pack_parts, unpack_parts
 
 LARGE: Final = 1 << 10
 """Bytes from which a tensor is divided among the parts."""
@@ -43,14 +44,19 @@ class DividedState:
     layout: str
 
     @classmethod
-    def of(cls, state: Any) -> DividedState:
+    def of(cls, state: Any, least: int = LARGE, paths: tuple[str, ...] = _EQUAL) -> DividedState:
         """Divide plain data.
+
+        Args:
+            state: plain data.
+            least: bytes from which a tensor is a large one.
+            paths: with which those of large tensors begin.
 
         Raises:
             NotPlainData: the state holds anything else; the message contains the path to it.
         """
         tree, tensors = codec.split(state)
-        divided = [tensor.nbytes >= LARGE and path.startswith(_EQUAL) for path, tensor in tensors]
+        divided = [tensor.nbytes >= least and path.startswith(paths) for path, tensor in tensors]
         small = [codec.raw(tensor) for (_, tensor), large in zip(tensors, divided, strict=True) if not large]
         sizes = [(tensor.nbytes, large) for (_, tensor), large in zip(tensors, divided, strict=True)]
         each = zip(tensors, divided, strict=True)
@@ -95,26 +101,33 @@ def joined(parts: Sequence[bytes]) -> Any:
     Raises:
         ValueError: the bytes are not those of a state's parts.
     """
+    length = int.from_bytes(parts[0][:_LENGTH], "little")
+    root = parts[0][_LENGTH : _LENGTH + length]
+    sizes = [size for size, divided in _unpacked(root)[0] if divided]
+    stream = b"".join([parts[0][_LENGTH + length :], *(part[_LENGTH:] for part in parts[1:])])
+    if len(stream) != sum(sizes):
+        raise ValueError(f"the parts hold {len(stream)} bytes of divided tensors, not those of {len(sizes)} tensors")
+    ends = accumulate(sizes)
+    return restored(root, [stream[end - size : end] for size, end in zip(sizes, ends, strict=True)])
+
+
+def restored(root: bytes, large: Iterable[bytes | Tensor]) -> Any:
+    """Return the state, given its root and the bytes of its large tensors, which it may keep: see `codec.restored`.
+
+    Raises:
+        ValueError: the bytes are not those of a state.
+    """
+    sizes, tree, small = _unpacked(root)
+    rest, apart = iter(small), iter(large)
+    return codec.restored(tree, (next(apart if divided else rest, b"") for _, divided in sizes))
+
+
+def _unpacked(root: bytes) -> tuple[list[tuple[int, bool]], bytes, list[bytes]]:
     try:
-        length = int.from_bytes(parts[0][:_LENGTH], "little")
-        encoded, tree, *small = unpack_parts(parts[0][_LENGTH : _LENGTH + length])
-        sizes = msgspec.json.decode(encoded, type=list[tuple[int, bool]])
+        encoded, tree, *small = unpack_parts(root)
+        return msgspec.json.decode(encoded, type=list[tuple[int, bool]]), tree, small
     except (msgspec.DecodeError, ValueError) as error:
         raise ValueError(f"no parts of a state: {error}") from error
-    stream = b"".join([parts[0][_LENGTH + length :], *(part[_LENGTH:] for part in parts[1:])])
-    if len(stream) != sum(size for size, divided in sizes if divided):
-        raise ValueError(f"the parts hold {len(stream)} bytes of divided tensors, not those of {len(sizes)} tensors")
-    return codec.decode(codec.joined(tree, list(_blobs(sizes, small, stream))))
-
-
-def _blobs(sizes: Sequence[tuple[int, bool]], small: Sequence[bytes], stream: bytes) -> Iterator[bytes]:
-    rest, at = iter(small), 0
-    for size, divided in sizes:
-        if divided:
-            yield stream[at : at + size]
-            at += size
-        else:
-            yield next(rest, b"")
 
 
 def _range(total: int, part: int, parts: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from unicron_lightning.worker.codec import raw
 from unicron_lightning.worker.communication.communicator import (
     Communicator,
     CommunicatorAborted,
@@ -25,6 +26,7 @@ from unicron_lightning.worker.communication.communicator import (
     broadcast_bytes,
     gather_bytes,
     gather_rows,
+    send_tensors,
 )
 from unicron_lightning.worker.communication.gloo import GlooCommunicator, wait_buried
 
@@ -103,6 +105,32 @@ def test_bytes(server: dist.TCPStore) -> None:
 
     expected = ([b"", bytes(range(100)), bytes(range(100)) * 2], [b""] * 3, b"hello", b"")
     assert in_threads(server, 3, body) == [expected] * 3
+
+
+def test_tensors_are_received_in_segments_by_those_that_keep_them(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unicron_lightning.worker.communication.communicator.SEGMENT_BYTES", 7)
+    tensors = [torch.arange(6.0).view(2, 3).t(), torch.tensor([True, False])]
+    sizes = [tensor.nbytes for tensor in tensors]
+    largest: list[int] = []
+
+    def body(communicator: Communicator) -> Any:
+        begun = communicator.broadcast
+
+        def broadcast(tensor: torch.Tensor, root: int) -> Any:
+            largest.append(tensor.untyped_storage().nbytes() if communicator.rank == 2 else 0)
+            return begun(tensor, root)
+
+        monkeypatch.setattr(communicator, "broadcast", broadcast)
+        given = tensors if communicator.rank == 1 else None
+        found = send_tensors(communicator, given, sizes, 1, keep=communicator.rank == 0)
+        text = broadcast_bytes(communicator, b"x" * 20 if given else None, 1, keep=communicator.rank == 0)
+        return [bytes(each.tolist()) for each in found], text
+
+    kept = [raw(tensor) for tensor in tensors], b"x" * 20
+    assert in_threads(server, 3, body) == [kept, ([], b""), ([], b"")]
+    assert max(largest) == 8  # its memory: that of the size of the bytes to come
 
 
 def test_a_world_of_one() -> None:

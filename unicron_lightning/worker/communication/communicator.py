@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from unicron_lightning.errors import ProgramsDiffer, UnicronError
+from unicron_lightning.worker.codec import flat
 from unicron_lightning.worker.control.activity import Activity
 
 STOP: Final = "stop"
@@ -28,6 +29,8 @@ STOP: Final = "stop"
 PATHS: Final = "the members' scripts have taken different paths"
 _TAG_BYTES: Final = 100
 _NAMED: Final = 8
+SEGMENT_BYTES: Final = 1 << 26
+"""Most bytes that are broadcast at a time."""
 
 
 class CommunicatorAborted(UnicronError):
@@ -217,16 +220,45 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {first}{more}"
 
 
-def broadcast_bytes(communicator: Communicator, payload: bytes | None, root: int) -> bytes:
-    """Send the payload of rank ``root`` to every rank; the others pass None."""
+def broadcast_bytes(communicator: Communicator, payload: bytes | None, root: int, *, keep: bool = True) -> bytes:
+    """Send the payload of rank ``root`` to every rank; the others pass None. A rank that does not keep it gets b""."""
     size = torch.tensor([len(payload) if payload is not None else 0], dtype=torch.int64)
     communicator.wait(communicator.broadcast(size, root))
-    buffer = torch.zeros(int(size.item()), dtype=torch.uint8)
-    if payload:
-        buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    if buffer.numel():
-        communicator.wait(communicator.broadcast(buffer, root))
-    return buffer.numpy().tobytes()
+    if not size:
+        return b""
+    sent = None if payload is None else [torch.frombuffer(bytearray(payload), dtype=torch.uint8)]
+    received = send_tensors(communicator, sent, [int(size)], root, keep=keep)
+    if payload is not None and keep:
+        return payload
+    return received[0].numpy().tobytes() if received else b""
+
+
+def send_tensors(
+    communicator: Communicator, tensors: Sequence[Tensor] | None, sizes: Sequence[int], root: int, *, keep: bool
+) -> list[Tensor]:
+    """Send the bytes of tensors of rank ``root`` to every rank, one after another, in segments.
+
+    Args:
+        communicator: of the epoch.
+        tensors: of ``root``, on any device: they are sent from where they are, or through a copy of one of them; None
+            on the other ranks.
+        sizes: bytes of each tensor, the same on all ranks.
+        root: the sender.
+        keep: whether this rank keeps them; otherwise it has memory for a segment only.
+
+    Returns:
+        the bytes (uint8, one dimension); empty on the sender, and on ranks that do not keep them.
+    """
+    received: list[Tensor] = []
+    passed = torch.empty(0 if keep else min(SEGMENT_BYTES, max(sizes, default=0)), dtype=torch.uint8)
+    for size, tensor in zip(sizes, [None] * len(sizes) if tensors is None else tensors, strict=True):
+        data = flat(tensor) if tensor is not None else torch.empty(size, dtype=torch.uint8) if keep else passed
+        for start in range(0, size, SEGMENT_BYTES):
+            place, count = 0 if data is passed else start, min(SEGMENT_BYTES, size - start)
+            communicator.wait(communicator.broadcast(data[place : place + count], root))
+        if keep and tensor is None:
+            received.append(data)
+    return received
 
 
 class Gate:
