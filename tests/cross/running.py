@@ -218,11 +218,9 @@ def _compared(case: Case, folder: Path, died: int, given: list[str], *, late: in
         expected_here = _same_parts(result, expected)
         faults += [f"result {place}: {each}" for each in differences(result, expected_here, tolerance=tolerance)][:4]
     if not case.plain:
-        disk, disk_alone = (
-            written(folder, folder / "alone", leftovers=lives == 1 and died < workers),
-            written(folder / "alone"),
-        )
-        if died >= workers and case.script.saves == "folder":  # writers of an earlier life may complete theirs later
+        former = lives > 1 or died >= workers
+        disk, disk_alone = written(folder, folder / "alone", leftovers=not former), written(folder / "alone")
+        if former and case.script.saves == "folder":  # writers of an earlier life may complete theirs later
             disk["kept"] = [each for each in disk["kept"] if each in disk_alone["kept"]]
         faults += [f"disk: {each}" for each in differences(disk, disk_alone, tolerance=tolerance)][:4]
     return faults
