@@ -1,6 +1,6 @@
 """Sums over a step's micro-batches besides the gradients: loss, logged values, statistics and other buffers.
 
-One float64 vector per step, sent with the commit, carries the loss and the logged means and sums; its layout is the set
+One float64 vector per step, the last bucket, carries the loss and the logged means and sums; its layout is the set
 of values logged in the previous step, which all ranks know. Some steps log a new value (or a minimum or maximum),
 update torchmetrics objects, leave other parameters unused than before, or change other buffers. Then the ranks exchange
 their records as bytes, agree on the new layout and commit once more. In a steady program without minima, maxima and

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -356,6 +357,26 @@ class Fault:
         self._left -= 1
         if self._left == 0:
             self.point = point
+            raise Killed
+
+
+class LateFault:
+    """Dies at a fault point, once the others have come as far as is wanted; a callable for `Engine.fault`.
+
+    Args:
+        at: the beginning of the point.
+        passed: whether they have.
+    """
+
+    def __init__(self, at: tuple[Any, ...], passed: Callable[[], bool]) -> None:
+        self._at, self._passed = at, passed
+
+    def __call__(self, *point: Any) -> None:
+        if point[: len(self._at)] == self._at:
+            deadline = time.monotonic() + SECONDS
+            while not self._passed():
+                assert time.monotonic() < deadline, f"the others do not come as far as {self._at}"
+                time.sleep(0.001)
             raise Killed
 
 

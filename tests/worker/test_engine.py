@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from worker.simulation import Coordinator, Fault, Killed, TaskIsOver, run_threads
+from worker.simulation import Coordinator, Fault, Killed, LateFault, TaskIsOver, run_threads
 
 from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.errors import ProgramsDiffer
@@ -139,7 +139,7 @@ class Program:
             self.ran.append((step, micro_batch))
 
         gradients.begin()
-        operation = GradientStep(range(MICRO_BATCHES), gradients, sums, run)
+        self.operation = operation = GradientStep(range(MICRO_BATCHES), gradients, sums, run)
         self.engine.run(operation)
         assert sums.bucket.reduced.item() == sums.total == MICRO_BATCHES
         assert sums.settled == (MICRO_BATCHES if step % 2 else 0)
@@ -315,6 +315,52 @@ def test_a_hold_ends_when_a_joiner_comes(at: int) -> None:
             assert mine == pytest.approx(theirs, rel=1e-12, abs=1e-12)
     assert worlds[-1] >= 3
     assert sum(size < 3 for size in worlds) <= 2, "at most the steps that the failures broke were finished below it"
+
+
+LAST = 4
+"""The last of a step's buckets, with the small sums; before it are three of gradients, and the count."""
+
+
+@pytest.mark.parametrize(
+    ("at", "reduced", "launched", "recomputed"),
+    [
+        (("commit", 0), LAST + 1, [], []),  # the dead rank's part is in each bucket
+        (("launched", 0, LAST - 1), LAST, [LAST], [0, 3]),  # its loss and logged values are in none
+    ],
+)
+def test_nothing_is_recomputed_once_the_last_bucket_is_complete(
+    at: tuple[Any, ...], reduced: int, launched: list[int], recomputed: list[int]
+) -> None:
+    """The first of three ranks dies when the others have as many buckets; two micro-batches are its own."""
+    coordinator = Coordinator()
+    programs = {name: Program(coordinator.worker(name), steps=1) for name in ("w0", "w1", "w2")}
+    others = [programs["w1"], programs["w2"]]
+    again: dict[str, list[int]] = {"w1": [], "w2": []}
+
+    def have_reduced() -> bool:
+        operations = [getattr(program, "operation", None) for program in others]
+        return all(each is not None and len(each._reduced) == reduced for each in operations)
+
+    def note(name: str) -> Any:
+        def fault(*point: Any) -> None:
+            if point[0] == "launched" and programs[name].engine.world.size == 2:
+                again[name].append(point[2])
+
+        return fault
+
+    programs["w0"].engine.fault = LateFault(at, have_reduced)
+    for name in again:
+        programs[name].engine.fault = note(name)
+    coordinator.start()
+    assert isinstance(run_threads(coordinator, list(programs.items()))["w0"], Killed)
+    for name, program in programs.items():
+        if name in again:
+            assert program.operation.recomputed == recomputed
+            assert program.results[0] == pytest.approx(REFERENCE.results[0], rel=1e-12, abs=1e-12)
+    assert list(again.values()) == [launched] * 2, "a bucket that is complete is not reduced again"
+    ran = Counter(micro_batch for program in programs.values() for _, micro_batch in program.ran)
+    assert [micro_batch for micro_batch in sorted(ran) if ran[micro_batch] == 2] == recomputed
+    assert ran.total() == MICRO_BATCHES + len(recomputed)
 
 
 def test_no_micro_batch_is_lost_when_all_but_one_die_in_one_step() -> None:

@@ -39,7 +39,7 @@ def test_in_a_step_with_missing_micro_batches_each_stays_on_its_rank(places: set
 def test_what_is_lost_of_a_step_with_missing_micro_batches_is_dealt_to_all() -> None:
     reports = summed(1, [{"position": 1, "operation": "step", "report": {"finished": [0], "reduced": []}}])
     total = ReportSum.of(msgspec.json.decode(msgspec.json.encode(reports), type=wire.Go), 1)
-    assert plan_step(range(3), 0, total, 0, None, [1, 5, 7]).todo == (1, 2)
+    assert plan_step(range(3), 1, total, 0, None, [1, 5, 7]).todo == (1, 2)
 
 
 @given(st.integers(0, 30), st.sets(st.integers(0, 29)), st.integers(1, 4), st.integers(1, 5))
@@ -91,24 +91,29 @@ def plans_of(number: int, buckets: int, reports: list[Report | None]) -> list[St
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[int, int, list[Report | None]]:
     """Micro-batches, buckets, and reports in which no two ranks have finished the same micro-batch."""
-    micro_batches, buckets, world = draw(st.integers(1, 12)), draw(st.integers(0, 5)), draw(st.integers(1, 5))
+    micro_batches, buckets, world = draw(st.integers(1, 12)), draw(st.integers(1, 5)), draw(st.integers(1, 5))
     # -1: lost with a dead rank
     owner = draw(st.lists(st.integers(-1, world - 1), min_size=micro_batches, max_size=micro_batches))
     reports: list[Report | None] = []
     for rank in range(world):
-        reduced = draw(st.sets(st.integers(0, buckets - 1))) if buckets else set()
+        reduced = draw(st.sets(st.integers(0, buckets - 1)))
         finished = [m for m, who in enumerate(owner) if who == rank]
         reports.append(draw(st.sampled_from([None, {"finished": finished, "reduced": sorted(reduced)}])))
     return micro_batches, buckets, reports
 
 
 @given(situations())
-def test_what_is_lost_is_computed_once_and_nothing_else(situation: tuple[int, int, list[Report | None]]) -> None:
+def test_what_is_lost_is_computed_once_unless_each_bucket_is_complete(
+    situation: tuple[int, int, list[Report | None]],
+) -> None:
     number, buckets, reports = situation
     plans = plans_of(number, buckets, reports)
     finished = [m for report in reports if report is not None for m in report["finished"]]
     todo = [m for plan in plans for m in plan.todo]
-    assert sorted(todo + finished) == list(range(number))
+    if len({bucket for report in reports if report is not None for bucket in report["reduced"]}) == buckets:
+        assert todo == [], "each bucket has the lost micro-batches"
+    else:
+        assert sorted(todo + finished) == list(range(number))
     assert all(sorted(plan.lost) == sorted(todo) for plan in plans)
 
 
@@ -132,6 +137,15 @@ def test_a_bucket_finished_anywhere_is_handed_to_those_without(
 def test_the_first_plan_is_the_plain_share() -> None:
     plan = plan_step(range(5), 2, ReportSum.nothing(2), 1)
     assert (plan.todo, plan.held, plan.reduced) == ((1, 3), (), frozenset())
+
+
+@pytest.mark.parametrize(("reduced", "todo"), [([0, 1, 2], ()), ([0, 1], (2,)), ([0, 2], (2,)), ([], (2,))])
+def test_a_step_lacks_what_one_bucket_lacks(reduced: list[int], todo: tuple[int, ...]) -> None:
+    """The last rank of three dies; of the last bucket, the loss and the logged values are in no other."""
+    reports: list[Report | None] = [{"finished": [0], "reduced": reduced}, {"finished": [1], "reduced": []}]
+    plans = plans_of(3, 3, reports)
+    assert [plan.todo for plan in plans] == [todo, ()]
+    assert all(plan.lost == todo and plan.reduced == set(reduced) for plan in plans)
 
 
 def test_the_papers_example_of_a_lost_rank() -> None:

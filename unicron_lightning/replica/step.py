@@ -129,7 +129,7 @@ class ReplicaStep(Step[_Sums]):
         speaks = fabric.place.rank == fabric.place.layout.replicas[0].members[0]
         replicas = [replica.members for replica in fabric.place.layout.replicas]
         norm = self._model.grad_norm if speaks else 0.0
-        return self._commit(engine, self._digest if active else NO_DIGEST, replicas, [norm])
+        return self._commit(engine, self.sums.totals(), self._digest if active else NO_DIGEST, replicas, [norm])
 
     def suspend(self) -> None:
         if self._fabric.phase == "reducing":

@@ -3,11 +3,11 @@
 Protocol (docs/protocol.md):
 
 1. Each rank runs its share of the step's micro-batches; gradients accumulate in local buckets without communication.
-2. During the backward of its last micro-batch it launches the all-reduces on *copies* of the buckets.
-3. When all are complete, the **commit** follows: one small sum over all members. No rank steps the optimizer before it,
-   so a rank with its result knows that every rank has every reduction. By it the members also sum the step's other
-   results (loss, logged values) and count those that know of a pending epoch; if all do, all switch at the end of the
-   step.
+2. During the backward of its last micro-batch it launches the all-reduces on *copies* of the buckets. The last bucket
+   has the step's small sums (loss, logged values): when all are complete, a dead rank has nothing left to contribute.
+3. Then the **commit** follows: one small sum over all members. No rank steps the optimizer before it, so a rank with
+   its result knows that every rank has every reduction. By it the members also count those that know of a pending
+   epoch; if all do, all switch at the end of the step.
 4. After a failure the survivors keep local buckets and completed reductions, and plan the rest (`plan_step`). If
    the library does not report which reductions have completed (`Communicator.tells_success`), all are repeated.
 
@@ -59,16 +59,36 @@ class Sums(Protocol):
         """
 
     def totals(self) -> Sequence[float]:
-        """Small sums over this rank's micro-batches, sent with the commit; equally many on all ranks."""
+        """Small sums over this rank's micro-batches, reduced after `buckets`; equally many on all ranks."""
 
     def read(self, totals: Sequence[float]) -> bool:
-        """Store `totals` summed over the ranks; return whether `settle` must follow."""
+        """Store `totals` summed over the ranks, or over some; return whether these need `settle`."""
 
     def settle(self, engine: Engine) -> None:
-        """Communicate before a second commit; must be repeatable."""
+        """Communicate before a second commit, from this rank's micro-batches; must be repeatable."""
 
 
 _Sums = TypeVar("_Sums", bound=Sums)
+
+
+class TotalsBucket(Bucket):
+    """The small sums of a step, in host memory; they are complete with the last micro-batch.
+
+    Args:
+        sums: whose `Sums.totals` they are.
+    """
+
+    def __init__(self, sums: Sums) -> None:
+        super().__init__(torch.empty(0, dtype=torch.float64))
+        self._sums = sums
+
+    @override
+    def load(self) -> None:
+        self.reduced = torch.tensor(self._sums.totals(), dtype=torch.float64)
+
+    @override
+    def renew(self) -> None:
+        self.load()
 
 
 class Step(ABC, Generic[_Sums]):
@@ -130,12 +150,18 @@ class Step(ABC, Generic[_Sums]):
         self.sums.read(totals)
 
     def _commit(
-        self, engine: Engine, digest: StateDigest, replicas: Sequence[Sequence[int]], numbers: Sequence[float] = ()
+        self,
+        engine: Engine,
+        totals: Sequence[float],
+        digest: StateDigest,
+        replicas: Sequence[Sequence[int]],
+        numbers: Sequence[float] = (),
     ) -> bytes:
         """Commit the step, of which this worker's part is complete, and compare states; return the result.
 
         Args:
             engine: this worker's.
+            totals: this rank's part of the small sums.
             digest: of this worker's state.
             replicas: the ranks that hold the parts of the model, of each replica in the same order.
             numbers: further ones of this rank; equally many on all ranks.
@@ -143,7 +169,7 @@ class Step(ABC, Generic[_Sums]):
         assert self.sums is not None
         engine.activity.enter("commit")
         busy, mine = engine.activity.busy(), [*numbers, float(bool(digest.parts))]
-        leave, stop, own, totals = _vote(engine, mine, self.sums.totals())
+        leave, stop, own, totals = _vote(engine, mine, totals)
         if self.sums.read(totals):
             self.sums.settle(engine)
             leave, stop, own, _ = _vote(engine, mine, ())
@@ -224,7 +250,8 @@ class GradientStep(Step[Sums]):
         self._in_full_step = in_full_step
         self._gradients = gradients
         self._run = run
-        self._buckets: list[Bucket] = [*gradients.buckets, *sums.buckets]
+        self._totals = TotalsBucket(sums)
+        self._buckets: list[Bucket] = [*gradients.buckets, *sums.buckets, self._totals]
         self._finished: set[int] = set()
         self._reduced: set[int] = set()
         self._in_flight: dict[int, Handle] = {}
@@ -251,9 +278,14 @@ class GradientStep(Step[Sums]):
         self._compute(engine, plan)
         self._await_device(engine)
         engine.activity.enter("reduce")
+        last = len(self._buckets) - 1
+        if last not in self._reduced:
+            self._launch(last)
         self._await_reductions(engine)
         engine.fault("reduced", engine.step)
-        return self._commit(engine, self._digest, [[rank] for rank in range(engine.world.size)])
+        totals = self._totals.reduced  # all ranks have the same
+        part = totals if engine.world.rank == 0 else torch.zeros_like(totals)
+        return self._commit(engine, part.tolist(), self._digest, [[rank] for rank in range(engine.world.size)])
 
     def suspend(self) -> None:
         # Completion must be read now: after the abort, ended and completed collectives look the same.
@@ -267,8 +299,11 @@ class GradientStep(Step[Sums]):
         self._in_flight.clear()
 
     def report(self) -> Report:
-        tells = self._used is None or self._used.tells_success
-        return {"finished": sorted(self._finished), "reduced": sorted(self._reduced) if tells else []}
+        reduced = self._reduced if self._used is None or self._used.tells_success else set()
+        last = len(self._buckets) - 1
+        if last in reduced and self.sums is not None and self.sums.read(self._totals.reduced.tolist()):
+            reduced = reduced - {last}  # a dead rank's micro-batches are needed for more than their sums
+        return {"finished": sorted(self._finished), "reduced": sorted(reduced)}
 
     @override
     def adopt(self, result: bytes) -> None:
@@ -306,7 +341,7 @@ class GradientStep(Step[Sums]):
             raise CommunicatorAborted("a reduction could not be started")
         for index in left:
             self._launch(index)
-        for index in range(number, len(self._buckets)):
+        for index in range(number, len(self._buckets) - 1):
             if index not in self._reduced:
                 self._launch(index)
 
@@ -332,8 +367,8 @@ class GradientStep(Step[Sums]):
 
         This costs no time, because the reductions wait for the same work.
         """
-        device = self._buckets[0].reduced.device if self._buckets else None
-        if device is None or device.type != "cuda":
+        device = self._buckets[0].reduced.device
+        if device.type != "cuda":
             return
         done = torch.cuda.current_stream(device).record_event()
         while not done.query():
@@ -355,7 +390,7 @@ class StepPlan:
         todo: micro-batches to compute, in order.
         held: buckets that some ranks have reduced and others have not, with the rank that sends each.
         reduced: buckets that need no further reduction, ``held`` included.
-        lost: micro-batches that no present rank has finished.
+        lost: micro-batches that no present rank has finished and some bucket lacks.
     """
 
     todo: tuple[int, ...]
@@ -374,13 +409,12 @@ def plan_step(
 ) -> StepPlan:
     """Plan the rest of a step from the members' reports.
 
-    A bucket that is complete on any rank is sent from the lowest such rank and not reduced again. A dead rank's values
-    for the commit (its loss, its logged values) are in no bucket, so its micro-batches are recomputed even if every
-    bucket is complete.
+    A bucket that is complete on any rank is sent from the lowest such rank and not reduced again. If each is complete
+    on some rank, nothing is recomputed. Otherwise the micro-batches of a dead rank are, for the buckets that lack them.
 
     Args:
         micro_batches: all of the step.
-        num_buckets: number of gradient buckets.
+        num_buckets: number of buckets.
         reports: finished micro-batches and reduced buckets. Reduced buckets include every finished micro-batch, also
             those of dead ranks.
         rank: rank to plan for.
@@ -388,8 +422,9 @@ def plan_step(
         in_full_step: as of `rows.shares_of`, too.
     """
     shares = None if reports.begun else shares_of(micro_batches, reports.world, counts, in_full_step)
-    rows = plan_rows(micro_batches, reports.finished, rank, reports.world, shares=shares)
     reduced = {bucket: reports.reduced[bucket] for bucket in range(num_buckets) if bucket in reports.reduced}
+    missing = () if len(reduced) == num_buckets else micro_batches
+    rows = plan_rows(missing, reports.finished, rank, reports.world, shares=shares)
     return StepPlan(
         todo=tuple(rows.rows),
         held=tuple((bucket, first) for bucket, (first, number) in reduced.items() if number < reports.world),

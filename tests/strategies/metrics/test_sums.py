@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from worker.simulation import Coordinator, run_threads
+from worker.simulation import Coordinator, LateFault, run_threads
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.strategies.collectives.default_group import never
@@ -147,10 +147,10 @@ def test_a_joiner_goes_on_with_what_hooks_have_logged(settings: dict[str, Any]) 
 
 
 class Rank:
-    """One rank's steps with `StepSums`."""
+    """One rank's steps with `StepSums`; if ``uneven``, only the first micro-batch uses the bias."""
 
-    def __init__(self, engine: Engine, steps: Sequence[dict[int, list[LogCall]]]) -> None:
-        self.engine, self.steps = engine, steps
+    def __init__(self, engine: Engine, steps: Sequence[dict[int, list[LogCall]]], *, uneven: bool = True) -> None:
+        self.engine, self.steps, self.uneven = engine, steps, uneven
         self.module = nn.Linear(1, 1)
         self.seen: list[tuple[float, dict[str, float], list[bool]]] = []
 
@@ -163,11 +163,15 @@ class Rank:
             sums = StepSums(layout, norms, ModuleBuffers(nn.Module()), buckets)
 
             def run(micro_batch: int, sums: StepSums = sums, calls: dict[int, list[LogCall]] = calls) -> None:
-                out = self.module.weight.sum() if micro_batch else self.module(torch.ones(1, 1)).sum()
+                partly = micro_batch and self.uneven
+                out = self.module.weight.sum() if partly else self.module(torch.ones(1, 1)).sum()
                 out.backward()
                 sums.add(torch.tensor(float(micro_batch)), calls[micro_batch])
 
-            self.engine.run(GradientStep(sorted(calls), buckets, sums, run))
+            operation = GradientStep(sorted(calls), buckets, sums, run)
+            self.engine.run(operation)
+            self.recomputed = operation.recomputed
+            self.engine.step += 1
             loss, merged, used = sums.finish()
             values = {c.options[1]: float(c.value) for c in merged if c.value is not None}
             self.seen.append((float(loss), values, used))
@@ -193,6 +197,30 @@ def test_steps_log_the_same_in_any_world(world: int) -> None:
         assert losses == (1.0,) * 4
         assert values == ({"a": 3.5, "low": 7.0}, {"a": 2.0}, {"a": 2.0, "new": 3.0, "low": 1.0}, {})
         assert used == ([True, True],) * 4
+
+
+@pytest.mark.parametrize(("logged", "recomputed"), [("a", []), ("new", [2])])
+def test_what_only_a_dead_rank_has_logged_is_in_the_last_bucket(logged: str, recomputed: list[int]) -> None:
+    """Unless the ranks have to exchange records: then its micro-batches are computed again."""
+    steps: list[dict[int, list[LogCall]]] = [
+        {number: [call("a", 1.0)] for number in range(3)},
+        {0: [], 1: [], 2: [call(logged, 7.0)]},
+    ]
+    coordinator = Coordinator()
+    ranks = {name: Rank(coordinator.worker(name), steps, uneven=False) for name in ("w0", "w1", "w2")}
+    voting: set[str] = set()
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *point: voting.add(name) if point[0] == "reduced" and point[1] == len(steps) - 1 else None
+
+    for name in ("w0", "w1"):
+        ranks[name].engine.fault = note(name)
+    ranks["w2"].engine.fault = LateFault(("reduced", 1), lambda: len(voting) == 2)
+    coordinator.start()
+    run_threads(coordinator, list(ranks.items()))
+    for name in voting:
+        assert ranks[name].seen[1] == (1.0, {logged: 7.0}, [True, True])
+        assert ranks[name].recomputed == recomputed
 
 
 def test_norm_statistics_do_not_depend_on_who_computes() -> None:
