@@ -177,7 +177,7 @@ class _Row:
 
 
 class ShardedSums(StepSums):
-    """The sums of one step, which all travel with the commit: a broken replica's are discarded until then."""
+    """The sums of one step, which are all small ones: a broken replica's are discarded until these are summed."""
 
     @override
     def totals(self) -> list[float]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from worker.simulation import Coordinator, Killed, TaskIsOver, run_threads
+from worker.simulation import SECONDS, Coordinator, Killed, TaskIsOver, run_threads
 
 from unicron_lightning import wire
 from unicron_lightning.fsdp.grid import ShardedShape
@@ -82,16 +83,19 @@ class Deaths:
     Attributes:
         replicas: of the complete world.
         tied: whether the head's weight is the embedding's.
-        at: workers that die, by their first rank, each with its point of the step.
+        at: workers that die, by their first rank, each with its point of the step: a number, or a name of the engine's.
         flips: workers with a bit that flips before that step.
         late: workers that die at the end, when they send or take a shard's state.
+        after: a worker that dies at a point waits there for others that come to one of the engine's points of that
+            step: each with its name.
     """
 
     replicas: int
     tied: bool
-    at: Sequence[Sequence[int]] = ()
+    at: Sequence[Sequence[Any]] = ()
     flips: Sequence[int] = ()
     late: Sequence[int] = ()
+    after: Sequence[tuple[int, str]] = ()
 
 
 class Pointed(ShardGroup):
@@ -128,6 +132,12 @@ class Task(Coordinator):
         self.points: dict[int, int] = {}
         self.odd: dict[tuple[int, int], list[int]] = {}
         """What each worker has found in each step."""
+        self.passed: set[tuple[int, str]] = set()
+        """Workers with the engine's points of the struck step to which they have come."""
+        self.recomputed: dict[int, list[int]] = {}
+        """Rows of the struck step that each worker knows to be computed again."""
+        self.kept: dict[int, int] = {}
+        """Buckets of the struck step that each worker has kept from an interrupted reduction."""
 
     def store(self, epoch: wire.Epoch) -> dist.Store:
         """The store of an epoch."""
@@ -156,16 +166,25 @@ class Worker:
         engine.control.engine = self.engine  # type: ignore[attr-defined]
         engine.control.lookup = lambda key: None  # type: ignore[method-assign]
         engine.control.welcome = mock.Mock(layout=None)  # type: ignore[misc]
-        self.engine.fault = lambda *_: self.point()
+        self.engine.fault = self._fault
         self.fabric.begin(engine.control, joins=False)
         self._passed = 0
 
-    def point(self) -> None:
-        """Die, if it is time."""
+    def point(self, name: str = "") -> None:
+        """Die, if it is time; an engine's point has a name."""
         if threading.current_thread().name == f"sim-{self.name}" and self.engine.step == STRUCK:
             self._passed += 1
-            if [self.rank, self._passed] in map(list, self.task.drawn.at):
+            if {self._passed, name} & {point for rank, point in self.task.drawn.at if rank == self.rank}:
+                wanted, deadline = set(map(tuple, self.task.drawn.after)), time.monotonic() + SECONDS
+                while not wanted <= self.task.passed:
+                    assert time.monotonic() < deadline, f"{wanted - self.task.passed} do not come"
+                    time.sleep(0.001)
                 raise Killed
+
+    def _fault(self, *point: Any) -> None:
+        if self.engine.step == STRUCK:
+            self.task.passed.add((self.rank, point[0]))
+        self.point(point[0])
 
     def run(self) -> Any:
         """The program of a worker: its shard and parameters at the end."""
@@ -178,8 +197,12 @@ class Worker:
                 if self.engine.step == STRUCK and self.rank in self.task.drawn.flips:
                     next(iter(model.shard().values())).view(torch.int64)[0, 0] ^= 1
                 digest = StateDigest(parts=parts_of(model.shard()))
-                step = ReplicaStep(range(ROWS), model, self.fabric, rows, lambda _: Numbers(), None, digest)
+                step = ReplicaStep(range(ROWS), model, self.fabric, rows, Numbers, None, digest)
                 self.engine.run(step)
+                assert step.sums is not None and step.sums.total == SHARDS * ROWS, "each micro-batch counts once"
+                if self.engine.step == STRUCK:
+                    self.task.recomputed[self.rank] = step.recomputed
+                    self.task.kept[self.rank] = len(model.gradients._kept)
                 self.task.odd[self.rank, self.engine.step] = [] if step.difference is None else [*step.difference.odd]
                 self.member.update()
             self.engine.step = STEPS
@@ -237,14 +260,18 @@ class Worker:
 
 
 class Numbers:
-    """`Sums` of nothing."""
+    """`Sums`: the number of this worker's micro-batches."""
 
     buckets = ()
 
+    def __init__(self, rows: Sequence[int]) -> None:
+        self._own, self.total = len(rows), 0.0
+
     def totals(self) -> list[float]:
-        return []
+        return [float(self._own)]
 
     def read(self, totals: Sequence[float]) -> bool:
+        (self.total,) = totals
         return False
 
     def settle(self, engine: Engine) -> None:
@@ -338,6 +365,14 @@ def histories(rank: int, world: int, folder: Path, chosen: list[dict[str, Any]],
     for each in [*(Deaths(**each) for each in chosen), *map(draw, seeds)]:
         check(each)
     return sorted(set(check(Deaths(replicas=2, tied=False)).points.values()))
+
+
+def struck(rank: int, world: int, folder: Path, replicas: int, at: Any, after: Any) -> list[list[int]]:
+    """[a scenario of a world of one] The rows that each survivor knows to be computed again, and the buckets it has
+    kept, in the order of first ranks.
+    """
+    task = check(Deaths(replicas=replicas, tied=False, at=at, after=after))
+    return [[len(task.recomputed[worker]), task.kept[worker]] for worker in sorted(task.recomputed)]
 
 
 def flipped(rank: int, world: int, folder: Path, replicas: int, flips: list[int]) -> list[list[int]]:

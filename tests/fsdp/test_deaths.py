@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from fsdp.deaths import POINTS
@@ -37,6 +37,22 @@ def test_no_micro_batch_counts_twice(worlds: Worlds, tmp_path: Path) -> None:
 
 def test_spares_end_with_the_state_of_their_shard(worlds: Worlds, tmp_path: Path) -> None:
     worlds.run("deaths:histories", 1, tmp_path, chosen=AT_THE_END, seeds=[])
+
+
+@pytest.mark.parametrize(
+    ("replicas", "at", "after", "found"),
+    [
+        (2, [[3, "reduced"]], [(rank, "reduced") for rank in (0, 1, 2)], [[0, 0]] * 3),
+        (2, [[3, "commit"]], [(rank, "commit") for rank in (0, 1, 2)], [[0, 0]] * 3),
+        (3, [[5, "commit"]], [(rank, "commit") for rank in range(5)], [[0, 0]] * 5),
+        # those of the first shard are complete, those of the second one lack the dead worker
+        (3, [[5, "reduce"]], [(rank, "reduced") for rank in (0, 2, 4)], [[1, 1], [1, 0], [1, 1], [1, 0], [1, 0]]),
+    ],
+)
+def test_sums_that_all_workers_of_a_shard_have_are_kept(
+    worlds: Worlds, tmp_path: Path, replicas: int, at: list[Any], after: list[Any], found: list[list[int]]
+) -> None:
+    assert worlds.run("deaths:struck", 1, tmp_path, replicas=replicas, at=at, after=after) == [found]
 
 
 def test_random_deaths(worlds: Worlds, tmp_path: Path) -> None:

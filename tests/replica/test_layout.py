@@ -6,7 +6,7 @@ import pytest
 
 from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.replica.layout import ReplicaLayout, StateLost, Word, plan_layout
-from unicron_lightning.replica.step import CallReport, kept_calls, plan_calls
+from unicron_lightning.replica.step import FINAL, OPEN, SUMMED, CallReport, kept_calls, plan_calls
 
 SHAPE = Shape(tensor=1, pipeline=2, replicas=2)
 
@@ -125,6 +125,35 @@ def test_what_a_lost_replica_has_done_is_dealt_out_and_summed_apart() -> None:
     assert plan.kept == 1 and plan.calls == ((1, 3),) and plan.lost == (1, 3)
     three = [[report((0, 3))], [report((1, 4))]]
     assert [plan_calls(range(6), 3, three, place).calls for place in (0, 1)] == [((2,),), ((5,),)]
+
+
+def summed(*calls: tuple[int, ...], state: int = SUMMED, reduced: int = 2) -> CallReport:
+    return CallReport(calls=calls, began=len(calls), reduced=reduced, state=state)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "complete", "reduced"),
+    [
+        ([[summed((0,)), summed((0,))], [summed((1,)), summed((1,))]], True, 2),
+        ([[summed((0,)), summed((0,))], [summed((1,), state=FINAL), summed((1,), state=FINAL)]], True, 2),
+        # one worker has finalized its gradients, its partner has not
+        ([[summed((0,)), summed((0,), state=FINAL)], [summed((1,)), summed((1,))]], False, 2),
+        ([[summed((0,)), summed((0,))], [summed((1,)), summed((1,), state=OPEN, reduced=1)]], False, 1),
+        # a replica that is new, or has to begin again, lacks all sums
+        ([[summed((0,)), summed((0,))], None], False, 0),
+        ([[summed((0,)), summed((0,))], [summed((1,)), CallReport(calls=(), began=1)]], False, 0),
+    ],
+)
+def test_nothing_is_left_if_all_present_replicas_have_all_sums(
+    replicas: list[list[CallReport | None] | None], complete: bool, reduced: int
+) -> None:
+    """The third replica, with row 2, is lost; planned is for the second shard."""
+    plans = [plan_calls(range(3), 3, replicas, place, shard=1) for place in (0, 1, None)]
+    assert all((plan.complete, plan.reduced) == (complete, reduced) for plan in plans)
+    assert ((2,) in {plan.lost for plan in plans} or not reduced) != complete
+    if complete:
+        assert all((plan.calls, plan.lost) == ((), ()) for plan in plans)
+        assert [plan.kept for plan in plans] == [1, 1, 0], "the calls are those of the small sums"
 
 
 def test_a_replica_that_is_new_in_the_middle_of_a_step_takes_its_part_of_the_rest() -> None:

@@ -1,7 +1,8 @@
 """Sums of a shard's gradients over the rows of a step, and their reduction over the replicas.
 
 FSDP2 adds each row's gradients, summed over the replica's shards, to the sharded ``grad`` of the parameters. This
-worker's sums are kept until the step is committed: one more copy of the shard's gradients.
+worker's sums are kept until the step is committed: one more copy of the shard's gradients. A bucket's sums over the
+replicas are in memory of their own, so those of an interrupted reduction can be kept, too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class ShardedGradients:
         peers: workers of this shard in all replicas; None for the only replica.
         device: of the model; offloaded shards are in host memory.
         accelerated: torch's process group of these workers for tensors on that device; None on the CPU.
+        reduced: number of buckets whose sums over the replicas are known to be complete.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
@@ -39,15 +41,25 @@ class ShardedGradients:
         self.accelerated: Any = None
         self.parameters = list(parameters)
         self._own: list[Tensor | None] | None = None
+        self._present: list[nn.Parameter] = []
+        """Parameters that micro-batches of the step have used, as agreed by the replicas."""
+        self._kept: list[list[Tensor | None]] = []
+        """Sums over the replicas of the first buckets of an interrupted reduction."""
+        self.reduced = 0
 
     def begin(self) -> None:
         """Forget all gradients."""
         self._own = None
+        self._kept, self.reduced = [], 0
         for parameter in self.parameters:
             parameter.grad = None
 
-    def recover(self) -> None:
-        """After a failure: restore this worker's sums over its completed calls."""
+    def recover(self, reduced: int) -> None:
+        """After a failure: restore this worker's sums over its completed calls, and keep ``reduced`` buckets."""
+        if self._own is not None:
+            found = _buckets(self._present)[:reduced]
+            self._kept = [[parameter.grad for parameter in members] for members in found]
+        self._kept, self.reduced = self._kept[:reduced], reduced
         if self._own is None:
             return
         for parameter, own in zip(self.parameters, self._own, strict=True):
@@ -82,31 +94,34 @@ class ShardedGradients:
             RuntimeError: a reduction has failed.
         """
         self._own = [parameter.grad for parameter in self.parameters]
-        if self.peers is None:
-            return
-        used = torch.tensor([own is not None for own in self._own], dtype=torch.float32)
-        self._sum(used, None)
-        present = [each for each, is_used in zip(self.parameters, used.tolist(), strict=True) if is_used]
-        for members in _buckets(present):
-            parts = [local_shard(torch.zeros_like(each) if each.grad is None else each.grad) for each in members]
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            self._sum(flat, self.accelerated if flat.device.type == self.device.type else None)
-            for each, part, summed in zip(members, parts, flat.split([part.numel() for part in parts]), strict=True):
-                each.grad = with_local_shard(each, summed.view_as(part))
+        if not self._kept:
+            if self.peers is None:
+                return
+            used = torch.tensor([own is not None for own in self._own], dtype=torch.float32)
+            self.peers.sum(used)
+            self._present = [each for each, is_used in zip(self.parameters, used.tolist(), strict=True) if is_used]
+        for number, members in enumerate(_buckets(self._present)):
+            if number < len(self._kept):
+                for each, summed in zip(members, self._kept[number], strict=True):
+                    each.grad = summed
+                continue
+            self._sum(members)
 
     def settle(self) -> None:
         """Do nothing: what the library may still write to after a cut is used by nothing else."""
 
-    def _sum(self, tensor: Tensor, accelerated: Any) -> None:
-        peers = self.peers
-        if accelerated is not None:
-            accelerated.allreduce([tensor]).wait()
-            return
-        assert peers is not None
-        backend: Any = peers.backend
-        if backend is None:
-            raise RuntimeError("Connection to the other replicas is closed")
-        peers.start(backend.allreduce([tensor])).wait()
+    def _sum(self, members: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of a bucket over the replicas."""
+        parts = [local_shard(torch.zeros_like(each) if each.grad is None else each.grad) for each in members]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        if self.accelerated is not None and flat.device.type == self.device.type:
+            self.accelerated.allreduce([flat]).wait()
+        elif self.peers is not None:
+            self.peers.sum(flat)
+        for each, part, summed in zip(members, parts, flat.split([part.numel() for part in parts]), strict=True):
+            each.grad = with_local_shard(each, summed.view_as(part))
+        if self.accelerated is None:
+            self.reduced += 1
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

@@ -114,9 +114,9 @@ class FsdpShard:
         reshard(self.root)
         self.gradients.begin()
 
-    def recover(self) -> None:
-        """After a failure: restore the gradients of this worker's completed calls."""
-        self.gradients.recover()
+    def recover(self, reduced: int) -> None:
+        """After a failure: restore the gradients of this worker's completed calls, and keep ``reduced`` buckets."""
+        self.gradients.recover(reduced)
 
     def finalize(self) -> None:
         """Compute the norm of the reduced gradients over all shards."""

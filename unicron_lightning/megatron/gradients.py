@@ -27,6 +27,9 @@ class MainGradients:
         replicas: declared number, whose inverse scales each gradient, whatever the present number is.
     """
 
+    reduced = 0
+    """Each bucket's sums over the replicas are in the memory to which further calls would add."""
+
     def __init__(self, ddp: Any, replicas: int) -> None:
         self._ddp = ddp
         self._replicas = replicas

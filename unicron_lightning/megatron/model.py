@@ -89,8 +89,8 @@ class ShardModel:
         self.gradients.begin()
         self.optimizer.zero_grad()
 
-    def recover(self) -> None:
-        """After a failure: restore the gradients of this worker's completed calls."""
+    def recover(self, reduced: int) -> None:
+        """After a failure: restore the gradients of this worker's completed calls; no bucket is kept."""
         self.gradients.recover()
         self.optimizer.zero_grad()  # after finalization `grad` is `main_grad`, and backward would add to it twice
 

@@ -81,6 +81,17 @@ class PeerGroup(GlooGroup):
         self._works.append(work)
         return Collective(work, self)
 
+    def sum(self, tensor: Tensor) -> None:
+        """Sum a tensor in host memory over the members, in place.
+
+        Raises:
+            RuntimeError: the connections are closed.
+        """
+        backend: Any = self.backend
+        if backend is None:
+            raise dist.DistNetworkError("the group's connections are closed")
+        self.start(backend.allreduce([tensor])).wait()
+
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy rank ``root``'s tensor, in host memory, to all.
 

@@ -20,7 +20,15 @@ from unicron_lightning.worker.rows import shares_of
 
 
 class ReplicaGradients(Protocol):
-    """Sums of gradients over the micro-batches of completed calls, before and after their reduction over replicas."""
+    """Sums of gradients over the micro-batches of completed calls, before and after their reduction over replicas.
+
+    Attributes:
+        reduced: number of buckets, in their order, whose sums over the replicas can be kept if the others are summed
+            again; 0 where further calls would add to them.
+    """
+
+    @property
+    def reduced(self) -> int: ...
 
     def apart(self) -> AbstractContextManager[None]:
         """Accumulate from zero inside; at the end the earlier sums are added."""
@@ -86,8 +94,8 @@ class ReplicaModel(Protocol):
     def begin(self) -> None:
         """Reset the gradients."""
 
-    def recover(self) -> None:
-        """After a failure: restore the gradients of this worker's completed calls."""
+    def recover(self, reduced: int) -> None:
+        """After a failure: restore the gradients of this worker's completed calls, and keep ``reduced`` buckets."""
 
     def finalize(self) -> None:
         """Process the reduced gradients within the replica, and compute their norm."""

@@ -2,7 +2,8 @@
 of a validation pass (`ReplicaEvaluation`).
 
 1. **Calls.** Each replica runs its micro-batches in one or two calls; gradients accumulate without other replicas.
-2. **Reduction** over the replicas; each worker keeps its own sums.
+2. **Reduction** over the replicas: the gradients' buckets, and last the small sums (loss, logged values). Each worker
+   keeps its own sums.
 3. **Gate.** A small all-reduce of all members. A worker past it knows that all reductions are complete, and that its
    partners have come this far. Before it, workers wait within a replica only in calls.
 4. **Finalization** within each replica, such as the norm of the gradients.
@@ -11,7 +12,9 @@ of a validation pass (`ReplicaEvaluation`).
    the commit, so that a committed step has nothing left to lose.
 
 After a failure complete replicas keep their sums, the lost micro-batches are redistributed (`plan_calls`), and the step
-continues from 1. Spares take part in gate and commit, which gives them the logged values and the task's progress.
+continues from 1. If all present replicas have all sums over the replicas, nothing is lost, and it continues from 3.
+Otherwise the workers of a shard keep the buckets that all of them have, unless gradients add up in the same memory.
+Spares take part in gate and commit, which gives them the logged values and the task's progress.
 
 A step's micro-batches are divided into *shares*, one for each declared replica. A replica runs its own share in one
 call, and its part of a missing replica's share in another one, whose gradients are summed separately. With two replicas
@@ -39,6 +42,10 @@ from unicron_lightning.worker.rows import Balance, Report, ReportSum, RowPlan, p
 from unicron_lightning.worker.step import Step, Sums
 
 _Sums = TypeVar("_Sums", bound=Sums)
+
+
+OPEN, SUMMED, FINAL = range(3)
+"""A worker's gradients of a step: not all summed over the replicas, or being finalized; all summed; finalized."""
 
 
 class Call(Protocol):
@@ -85,6 +92,10 @@ class ReplicaStep(Step[_Sums]):
         self._began = 0
         self._device = model.device
         self._plan: CallPlan | None = None
+        self._totals: list[float] = []
+        """The small sums over the workers of this shard."""
+        self._state = OPEN
+        """`OPEN` also if the state cannot be relied on after a failure."""
         model.begin()
 
     @property
@@ -100,12 +111,15 @@ class ReplicaStep(Step[_Sums]):
             [_parse(reports.members[member]) for member in replica.members] if replica.continues else None
             for replica in place.layout.replicas
         ]
-        plan = plan_calls(self.micro_batches, self._fabric.shape.replicas, replicas, place.replica, counts)
+        declared, shard = self._fabric.shape.replicas, self._fabric.own_shard
+        plan = plan_calls(self.micro_batches, declared, replicas, place.replica, counts, shard)
         self._plan = plan
-        if self._again:
-            self._model.recover()
-            if plan.kept == 0:
-                self._model.begin()
+        if not plan.complete or place.replica is None:
+            self._state = OPEN
+            if self._again:
+                self._model.recover(plan.reduced)
+                if plan.kept == 0:
+                    self._model.begin()
         self._calls = self._calls[: plan.kept]
         self._began = len(self._calls)
         return plan.lost
@@ -117,26 +131,30 @@ class ReplicaStep(Step[_Sums]):
         active = fabric.place.replica is not None
         if active:
             self._compute(engine, plan)
+        else:
+            self._sum_totals()
         self._gate(engine)
         if active:
-            run_released(self._model.finalize)
-            fabric.arrive(self._device)
+            self._finalize()
             self._update_shard(engine)
             fabric.phase = "ready"
         else:
             fabric.phase = "idle"  # it may have been ready in an attempt that was lost completely
-        self.sums = self._make_sums([m for call in self._calls for m in call])
         speaks = fabric.place.rank == fabric.place.layout.replicas[0].members[0]
         replicas = [replica.members for replica in fabric.place.layout.replicas]
         norm = self._model.grad_norm if speaks else 0.0
-        return self._commit(engine, self.sums.totals(), self._digest if active else NO_DIGEST, replicas, [norm])
+        return self._commit(engine, self._totals, self._digest if active else NO_DIGEST, replicas, [norm])
 
     def suspend(self) -> None:
         if self._fabric.phase == "reducing":
             self._model.gradients.settle()
 
     def report(self) -> Report:
-        return {"calls": [list(call) for call in self._calls], "began": self._began}
+        state = self._state
+        if state != OPEN and (self.sums is None or self.sums.read(self._totals)):
+            state = OPEN  # lost micro-batches are needed for more than their sums
+        calls = [list(call) for call in self._calls]
+        return {"calls": calls, "began": self._began, "buckets": self._model.gradients.reduced, "state": state}
 
     def _compute(self, engine: Engine, plan: CallPlan) -> None:
         fabric, model = self._fabric, self._model
@@ -155,11 +173,32 @@ class ReplicaStep(Step[_Sums]):
         fabric.phase = "reducing"
         engine.check()
         engine.fault("reduce", engine.step)
-        run_released(model.gradients.reduce)
-        fabric.arrive(self._device)
-        if fabric.accelerated:
-            engine.check()
+        if self._state == OPEN:
+            run_released(model.gradients.reduce)
+            fabric.arrive(self._device)
+            if fabric.accelerated:
+                engine.check()
+            run_released(self._sum_totals)
+            # Kernels that were aborted look complete. A part of an optimizer shard is nowhere else.
+            self._state = OPEN if fabric.accelerated or model.keeper is not None else SUMMED
         engine.fault("reduced", engine.step)
+
+    def _sum_totals(self) -> None:
+        """Sum this worker's small sums over the workers of this shard; a spare's are zero."""
+        self.sums = self._make_sums([m for call in self._calls for m in call])
+        totals = torch.tensor(self.sums.totals(), dtype=torch.float64)
+        channels = self._fabric.channels
+        if channels is not None and channels.grid.replicas > 1:
+            channels.same_shard.sum(totals)
+        self._totals = totals.tolist()
+
+    def _finalize(self) -> None:
+        """Finalize the gradients, once: Megatron changes them in place."""
+        if self._state != FINAL:
+            state, self._state = self._state, OPEN
+            run_released(self._model.finalize)
+            self._fabric.arrive(self._device)
+            self._state = FINAL if state == SUMMED else OPEN
 
     def _update_shard(self, engine: Engine) -> None:
         """If optimizer shards are spread over replicas: do the update, and copy it."""
@@ -191,7 +230,8 @@ class ReplicaStep(Step[_Sums]):
 def _parse(report: Any) -> CallReport | None:
     if report is None:
         return None
-    return CallReport(calls=tuple(tuple(call) for call in report["calls"]), began=report["began"])
+    calls = tuple(tuple(call) for call in report["calls"])
+    return CallReport(calls=calls, began=report["began"], reduced=report["buckets"], state=report["state"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,10 +241,14 @@ class CallReport:
     Attributes:
         calls: micro-batches of each completed call, in order.
         began: number of begun calls.
+        reduced: number of its shard's buckets whose sums over the replicas it has.
+        state: `OPEN`, `SUMMED` or `FINAL`.
     """
 
     calls: tuple[tuple[int, ...], ...]
     began: int
+    reduced: int = 0
+    state: int = OPEN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +257,13 @@ class CallPlan(RowPlan):
 
     Attributes:
         kept: number of completed calls that count.
+        reduced: number of its shard's buckets that need no further reduction.
+        complete: whether all present replicas have all sums, so that nothing is left to compute or to reduce.
     """
 
     kept: int
+    reduced: int = 0
+    complete: bool = False
 
 
 def kept_calls(reports: Sequence[CallReport | None]) -> int:
@@ -235,6 +283,7 @@ def plan_calls(
     replicas: Sequence[Sequence[CallReport | None] | None],
     place: int | None,
     counts: Sequence[int] | None = None,
+    shard: int = 0,
 ) -> CallPlan:
     """Plan the rest of a step.
 
@@ -245,7 +294,9 @@ def plan_calls(
         place: the replica to plan for; None for a spare.
         counts: micro-batches of each replica in a step that none has begun, if all declared ones are there; None:
             distributed round-robin.
+        shard: to plan for.
     """
+    complete = all(reports is not None and _are_summed(reports) for reports in replicas)
     kept = [0 if reports is None else kept_calls(reports) for reports in replicas]
     finished: set[int] = set()
     for number, reports in zip(kept, replicas, strict=True):
@@ -253,8 +304,20 @@ def plan_calls(
             finished.update(m for call in reports[0].calls[:number] for m in call)
     world = len(replicas)
     shares = shares_of(micro_batches, declared, counts if world == declared else None)
-    rows = plan_rows(micro_batches, finished, place, world, shares=shares)
-    return CallPlan(kept=0 if place is None else kept[place], calls=rows.calls, lost=rows.lost)
+    rows = plan_rows(() if complete else micro_batches, finished, place, world, shares=shares)
+    reduced = 0
+    if all(kept):  # otherwise some worker begins with new gradients
+        own = [reports[shard] for reports in replicas if reports is not None]
+        reduced = min(0 if report is None else report.reduced for report in own)
+    return CallPlan(
+        kept=0 if place is None else kept[place], calls=rows.calls, lost=rows.lost, reduced=reduced, complete=complete
+    )
+
+
+def _are_summed(reports: Sequence[CallReport | None]) -> bool:
+    """Whether a replica's workers have all sums, and have either all finalized them or not begun to."""
+    states = {OPEN if report is None else report.state for report in reports}
+    return len(states) == 1 and OPEN not in states
 
 
 class ReplicaEvaluation(Evaluation[Sequence[int]]):

@@ -161,7 +161,7 @@ class Step(ABC, Generic[_Sums]):
 
         Args:
             engine: this worker's.
-            totals: this rank's part of the small sums.
+            totals: the small sums, over the workers with this one's part of the model.
             digest: of this worker's state.
             replicas: the ranks that hold the parts of the model, of each replica in the same order.
             numbers: further ones of this rank; equally many on all ranks.
@@ -169,7 +169,9 @@ class Step(ABC, Generic[_Sums]):
         assert self.sums is not None
         engine.activity.enter("commit")
         busy, mine = engine.activity.busy(), [*numbers, float(bool(digest.parts))]
-        leave, stop, own, totals = _vote(engine, mine, totals)
+        # They are the same in all replicas, so those of the first one count.
+        part = totals if engine.world.rank in replicas[0] else [0.0] * len(totals)
+        leave, stop, own, totals = _vote(engine, mine, part)
         if self.sums.read(totals):
             self.sums.settle(engine)
             leave, stop, own, _ = _vote(engine, mine, ())
@@ -283,9 +285,8 @@ class GradientStep(Step[Sums]):
             self._launch(last)
         self._await_reductions(engine)
         engine.fault("reduced", engine.step)
-        totals = self._totals.reduced  # all ranks have the same
-        part = totals if engine.world.rank == 0 else torch.zeros_like(totals)
-        return self._commit(engine, part.tolist(), self._digest, [[rank] for rank in range(engine.world.size)])
+        totals, ranks = self._totals.reduced.tolist(), range(engine.world.size)
+        return self._commit(engine, totals, self._digest, [[rank] for rank in ranks])
 
     def suspend(self) -> None:
         # Completion must be read now: after the abort, ended and completed collectives look the same.
