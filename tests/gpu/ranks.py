@@ -254,7 +254,29 @@ def chained(rank: Rank) -> Measured:
     return {"aborted": aborted, "released": released, "kernels": kernels}
 
 
-CASES = {case.__name__: case for case in (sums, stopped, killed, absent, cycles, renewals, noting, joining, chained)}
+def deceived(rank: Rank) -> Measured:
+    """K14: the last rank is stopped, the second one aborts, the first one does not: does its bucket look complete?"""
+    communicator = rank.connect("deceived")
+    rank.total(communicator, 1)
+    if rank.is_last:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    tensor = torch.ones(NUMEL, device=rank.device)
+    handle = communicator.all_reduce(tensor)
+    time.sleep(1)
+    if rank.rank == 1:
+        communicator.abort("a peer stands still")
+    time.sleep(4)
+    complete = handle.succeeded()
+    communicator.close()
+    communicator.released(DEADLINE_SECONDS)
+    rank.synchronize()
+    return {"complete": complete, "trusted": communicator.tells_success, "sum": float(tensor[-1])}
+
+
+CASES = {
+    case.__name__: case
+    for case in (sums, stopped, killed, absent, cycles, renewals, noting, joining, chained, deceived)
+}
 
 
 def main() -> None:

@@ -85,6 +85,14 @@ def test_abort_of_two_groups_with_chained_streams(record_property: RecordPropert
         assert measured["kernels"] < 5
 
 
+@pytest.mark.gpu("K14")
+def test_a_bucket_beside_a_peers_abort(record_property: RecordProperty) -> None:
+    """The result shows whether the peer's aborted kernel ends this rank's, as NCCL's sources say."""
+    measured = kit.run("deceived", 3, lost=1)[0]
+    record_property("rank0", measured)
+    assert not (measured["complete"] and measured["trusted"]), "a sum without the stopped peer would count"
+
+
 @pytest.mark.gpu("figure")
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_times_of_aborts_and_connections(world: int, record_property: RecordProperty) -> None:

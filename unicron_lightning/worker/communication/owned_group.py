@@ -82,7 +82,7 @@ class Group(Protocol):
 
 
 class OwnedHandle(Handle):
-    """One collective of an owned group; ``done`` after its owner has seen it succeed."""
+    """One collective of an owned group; ``done`` after its owner has seen it end before an abort of this group."""
 
     __slots__ = ("owned", "tensor")
 
@@ -235,7 +235,7 @@ class OwnedGroup:
         self._end(group)
 
     def _serve(self) -> None:
-        """Until the abort: detect successful collectives."""
+        """Until the abort: detect the ends of collectives."""
         while self.gate.reason is None:
             with self.gate.condition:
                 waiting = list(self._on_the_way)
@@ -249,12 +249,12 @@ class OwnedGroup:
             for handle in ended:
                 handle.owned.wait()
             with self.gate.condition:
-                self._succeed(ended)
+                self._end_waits(ended)
                 self.gate.condition.notify_all()
 
-    def _succeed(self, ended: list[OwnedHandle]) -> None:
-        """Mark collectives as successful: only this thread aborts the group, so an end without an error before is a
-        success.
+    def _end_waits(self, ended: list[OwnedHandle]) -> None:
+        """Let their waiters continue, unless this group is being aborted. They may lack data if another rank has
+        aborted its own group: only the commit, which that rank does not reach, confirms their success.
         """
         for handle in ended:
             handle.done = self.gate.reason is None
