@@ -132,6 +132,8 @@ class Task(Coordinator):
         self.points: dict[int, int] = {}
         self.odd: dict[tuple[int, int], list[int]] = {}
         """What each worker has found in each step."""
+        self.ran = 0
+        """Micro-batches that workers have finished in the struck step."""
         self.passed: set[tuple[int, str]] = set()
         """Workers with the engine's points of the struck step to which they have come."""
         self.recomputed: dict[int, list[int]] = {}
@@ -246,6 +248,8 @@ class Worker:
             for row in rows:
                 self.engine.check()
                 loss_of(net, row * SHARDS + self.fabric.own_shard).backward()
+                with self.task.condition:
+                    self.task.ran += self.engine.step == STRUCK
 
         return run
 
