@@ -56,7 +56,7 @@ class ShardGroup(ProcessGroup):
         Raises:
             RuntimeError: the connections are closed.
         """
-        self._peers.start(self._inner.allreduce([tensor])).wait()
+        self._peers.sum(tensor)
 
     def collect(self, data: bytes) -> list[bytes]:
         """Send the bytes of all shards to the first one; return them there, by shard, and nothing elsewhere.
