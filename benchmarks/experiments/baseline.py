@@ -136,7 +136,7 @@ The largest number needs a baseline whose operators let a task wait for days. It
 - with repairs of hours instead of days (`b_quick`);
 - with the times of torchrun here instead of those published for production;
 - against systems that continue with fewer nodes, such as torchft: 1.00 to 1.06 (next section), whatever the times are;
-- if a change of TP x PP takes longer than the 134 s assumed, which only Unicron is charged;
+- if a change of TP x PP takes longer than the 134 s assumed: Megatron's restarts include it;
 - if training with Unicron is slower than without: each per cent of step time is a per cent of WAF
   ([measured](../../docs/benchmarks.md): none on CPUs; unknown on GPUs).
 

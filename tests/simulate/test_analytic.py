@@ -7,11 +7,15 @@ from functools import partial
 import pytest
 from simulate.scenes import CLUSTER, costs, random_trace, task, two_tasks
 
+from unicron_lightning.coordinator.events import Competitor, Question
+from unicron_lightning.planner.performance.model import MeasuredPoint, MeasuredTable, ParallelConfiguration
 from unicron_lightning.simulate import result as order
+from unicron_lightning.simulate.costs import CHANGES
 from unicron_lightning.simulate.result import Clock, SimulationResult
 from unicron_lightning.simulate.settings import simulate
 from unicron_lightning.simulate.trace import Trace, TraceFault
-from unicron_lightning.simulate.unicron_system import SimShell
+from unicron_lightning.simulate.unicron_system import SimShell, shares_of, static
+from unicron_lightning.terms import Terms
 
 SECONDS = 5000.0
 WORKERS = CLUSTER.num_workers
@@ -93,6 +97,79 @@ def test_unicron_moves_a_node_to_where_it_is_worth_more():
     assert _waf(kept, at) == 2.0 * 12 + 8, "the first task has lost a node"
     assert _waf(moved, at) == 2.0 * 16 + 4, "the second has given it one"
     assert _waf(moved, 4000.0) == 2.0 * 16 + 8
+
+
+@pytest.mark.parametrize("policy", ["unicron", "oobleck", "bamboo", "torchft", "inprocess"])
+def test_every_system_pays_the_same_for_another_layout(policy: str):
+    """Of six nodes one is lost, which leads to another TP x PP, and back; the change alone takes seconds."""
+    rows = [(16, 2, 2), (20, 1, 1), (24, 2, 2)]
+    layouts = {
+        x: ParallelConfiguration(tensor_parallel=t, pipeline_parallel=p, data_parallel=1, micro_batch_size=1)
+        for x, t, p in rows
+    }
+    points = tuple(MeasuredPoint(num_workers=x, flops_per_second=x, configuration=layouts[x]) for x, _, _ in rows)
+    laid = task("t", performance=MeasuredTable(points=points), min_workers=16)
+    change = dict.fromkeys(CHANGES, 2.0) | {"relayout": 150.0, "start": 30.0, "restart": 100.0}
+    trace = Trace.of("one", SECONDS, [LOST])
+    result = simulate(policy, CLUSTER, [laid], trace, costs(change=change))
+    assert result.counts["relayouts"] == 2
+    (incident,) = result.incidents
+    again = (
+        result.tasks["t"].worker_micros.get("recomputing", 0) / 20e6
+    )  # parts of steps, or all since the last checkpoint
+    assert incident.seconds["detection"] == 5.0
+    assert 150.0 <= incident.seconds["transition"] <= 150.0 + again + 1e-6
+    free = simulate(policy, CLUSTER, [laid], trace, costs(change={**change, "relayout": 0.0}))
+    assert free.counts["relayouts"] == 2 and free.accumulated_waf > result.accumulated_waf + 50 * 20
+
+
+@pytest.mark.parametrize("policy", ["megatron", "varuna", "oobleck", "bamboo", "torchft", "inprocess"])
+def test_the_loss_of_a_node_is_detected_after_its_time(policy: str):
+    (incident,) = one(policy, LOST).incidents
+    assert incident.seconds["detection"] == 5.0 and incident.seconds["transition"] > 0.0
+
+
+def test_static_shares_stay_when_a_node_is_lost():
+    tasks = [task("a", weight=2.0), task("b", weight=1.0)]
+    trace = Trace.of("one", SECONDS, [LOST])
+    equal = simulate("unicron_equal", CLUSTER, tasks, trace, costs())
+    by_weight = simulate("unicron_by_weight", CLUSTER, tasks, trace, costs())
+    planned = simulate("unicron", CLUSTER, tasks, trace, costs())
+    assert _waf(equal, 500.0) == 2.0 * 12 + 12
+    assert _waf(by_weight, 500.0) == 2.0 * 16 + 8
+    assert _waf(planned, 500.0) == 2.0 * 24
+    for result in (equal, by_weight):
+        assert _waf(result, 1500.0) < _waf(result, 500.0) == _waf(result, 4000.0)
+    assert _waf(equal, 1500.0) == 2.0 * 8 + 12, "the second task gives nothing to the first"
+
+
+def test_static_shares_by_size_and_within_limits():
+    tasks = [
+        task("a", state_gigabytes=9.0, max_workers=16),
+        task("b", state_gigabytes=3.0),
+        task("c", state_gigabytes=1),
+    ]
+    shares = shares_of(tasks, "size")
+    assert shares == {"a": 9.0, "b": 3.0, "c": 1.0}
+    assert shares_of([*tasks, task("d")], "size") == dict.fromkeys("abcd", 240.0), "FLOPs of a step, if one is unknown"
+    rivals = tuple(
+        Competitor(name=name, terms=Terms(min_workers=1, max_workers=most), runs=True, before=left, left=left)
+        for name, most, left in (("a", 4, 3), ("b", 6, 1), ("c", 6, 0))
+    )
+    assert static(Question(key="k", num_places=6, node_places=1, tasks=rivals), 6, shares).allocation == {
+        "a": 4, "b": 1, "c": 1,
+    }  # fmt: skip
+    short = static(Question(key="k", num_places=5, node_places=1, tasks=rivals), 6, shares)
+    assert short.allocation == {"a": 4, "b": 1, "c": 0}, "the place under repair was that of the last"
+
+
+def test_a_task_below_its_minimum_waits_for_the_repair():
+    """Longer than the hour after which a coordinator stops a task by default."""
+    lost = TraceFault(at=1003.0, kind="lost_connection", node=2, repair=8_000.0)
+    tasks = [task("a", min_workers=12, max_workers=12), task("b", min_workers=12)]
+    result = simulate("unicron_equal", CLUSTER, tasks, Trace.of("one", 20_000.0, [lost]), costs())
+    assert "tasks_stopped" not in result.counts
+    assert _waf(result, 5_000.0) == 12.0 and _waf(result, 19_000.0) == 24.0
 
 
 def test_what_comes_together_is_as_if_it_came_one_by_one(monkeypatch: pytest.MonkeyPatch):

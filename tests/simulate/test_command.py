@@ -8,10 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 from PIL import Image
 from pyarrow import parquet
+
+from unicron_lightning.simulate.settings import POLICIES, read_settings
 
 pytestmark = pytest.mark.usefixtures("with_figures")
 
@@ -58,6 +63,34 @@ def test_a_wrong_key_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
     line = result.stderr.strip().splitlines()[-1]
     assert line.startswith("simulate: costs.unicron.detektion=3: unknown key, expected one of detection, change, ")
+
+
+def test_a_figure_of_the_paper_is_one_command(tmp_path: Path) -> None:
+    fast = ("policy=unicron,oobleck", "seed=0", "output.pictures=false", "hydra.sweep.dir=x")
+    result = simulate(tmp_path, "-m", "experiment=figure3", *fast)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads((tmp_path / "x" / str(job) / "row.json").read_text()) for job in range(2)]
+    assert [(row["policy"], row["trace"], row["workload"]) for row in rows] == [
+        ("unicron", "figure3", "gpt_7b"),
+        ("oobleck", "figure3", "gpt_7b"),
+    ]
+    for row in rows:
+        assert (row["faults"], row["days"], row["workers"]) == (10, 7.0, 64)
+        assert row["samples_per_second"] == pytest.approx(128 * row["of_ideal"], rel=0.05)
+    assert "samples/s" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["figure3", "figure4", "figure9", "figure10", "figure11"])
+def test_the_sweep_of_a_figure_has_only_choices_that_exist(name: str) -> None:
+    with initialize_config_module("unicron_lightning.conf.simulate", version_base="1.3"):
+        overrides = [f"experiment={name}"]
+        composed = compose("simulate", overrides=overrides, return_hydra_config=True)
+        swept = {key: str(values).split(",") for key, values in composed.hydra.sweeper.params.items()}
+        assert set(swept["policy"]) <= set(POLICIES) and len(set(swept["policy"])) == len(swept["policy"])
+        for key in ("trace", "workload", "cluster.num_nodes"):
+            for value in swept.get(key, ()):
+                data = OmegaConf.to_container(compose("simulate", overrides=[*overrides, f"{key}={value}"]))
+                read_settings(cast("dict[str, Any]", data)).scene()
 
 
 MINE = """

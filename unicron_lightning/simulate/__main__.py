@@ -119,7 +119,7 @@ def job(composed: DictConfig) -> float:
     if around.mode is None or around.mode.name == "RUN":
         size = f"{cluster.num_workers} workers, {row['days']:g} days, {len(trace.faults)} faults"
         shown = console()
-        shown.print(as_table([row], size))
+        shown.print(as_table([row], size, settings.output.columns))
         shown.print(f"in {folder}")
     return result.of_ideal
 

@@ -450,6 +450,7 @@ class Books:
         self._down_micros = 0
         self._down_since = 0
         self._gone: dict[str, int] = {}
+        self._layouts: dict[str, tuple[int, int]] = {}
         for meter in self.meters.values():
             meter.begin(micros(meter.task.arrival))
 
@@ -503,6 +504,26 @@ class Books:
         first = place * self.cluster.cell
         return not any(node in self.down for node in range(first, first + self.cluster.cell))
 
+    def laid_out(self, task: str, places: int, seconds: float) -> float:
+        """Record that a task takes the best TP and PP for a number of places; return the seconds of that change.
+
+        The rule is the same for all systems: `Costs.laid_out`.
+
+        Args:
+            task: its name.
+            places: places that it has after the change.
+            seconds: seconds of the change if TP and PP stay the same.
+        """
+        before = self._layouts.get(task)
+        best = self.meters[task].task.layout(places * self.cluster.place_workers)
+        if best is None:  # unknown, or it waits for workers
+            return seconds
+        self._layouts[task] = best
+        if before in (None, best):
+            return seconds
+        self.counts["relayouts"] += 1
+        return self.costs[task].laid_out(seconds)
+
     def set(self, task: str, state: WorkerState, places: int, starting: int = 0, slowdown: float = 0.0) -> None:
         """Set a task's state from now on, its places, the number of places being started for it, and its slowdown."""
         self.meters[task].set(self.clock.now, state, places, starting, slowdown)
@@ -553,6 +574,7 @@ class Books:
             weight=meter.task.terms.weight,
             present=present / MICRO,
             steps=meter.position.frontier,
+            samples=None if (each := meter.task.step_samples) is None else each * meter.position.frontier,
             worker_micros=dict(meter.worker_micros),
             goodput=meter.counted_flops * meter.task.terms.weight / due if due else 1.0,
             ettr=meter.counted_micros / present if present else 1.0,

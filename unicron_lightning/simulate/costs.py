@@ -18,14 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from unicron_lightning.coordinator.severity.record import SEVERITY
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.sections import read_section
 
-Change = Literal["continue", "join", "leave", "start", "restart", "reattempt", "migrate"]
-CHANGES: Final[tuple[Change, ...]] = ("continue", "join", "leave", "start", "restart", "reattempt", "migrate")
+Change = Literal["continue", "join", "leave", "start", "restart", "reattempt", "migrate", "relayout"]
+CHANGES: Final[tuple[Change, ...]] = get_args(Change)
 """Changes of a task, in seconds that it is interrupted for each (for ``start``: seconds that other workers need not
 wait):
 
@@ -35,7 +35,9 @@ wait):
 * ``start``: a worker's start until it is ready to join or to begin: process, imports, model;
 * ``restart``: all workers start again: stop, queue, rendezvous, start, load the checkpoint;
 * ``reattempt``: a broken connection is renewed with the same members;
-* ``migrate``: a new parallel configuration: layers move between workers (Oobleck's templates, Varuna's morphing).
+* ``migrate``: a new parallel configuration: layers move between workers (Oobleck's templates, Varuna's morphing);
+* ``relayout``: the least time of any change after which the task has another TP x PP; without it, every change of the
+  system is a restart already.
 """
 
 
@@ -125,6 +127,15 @@ class Costs:
         if change not in self.change:
             raise ConfigError(f"costs of {self.system!r}: no change {change!r}: expected its seconds")
         return self.change[change]
+
+    def laid_out(self, seconds: float) -> float:
+        """Return the seconds of a change after which the task has another TP x PP.
+
+        Args:
+            seconds: of the change alone.
+        """
+        restart = self.change.get("relayout")
+        return seconds if restart is None else max(seconds, restart + self.persistent_seconds)
 
     def _numbers(self) -> list[tuple[str, float]]:
         names = ("checkpoint_interval", "checkpoint_seconds", "persistent_seconds", "step_overhead", "redundancy")

@@ -89,6 +89,7 @@ class Healing:
         if task.arrival > 0:
             self.clock.at(micros(task.arrival), partial(self._arrives, job), ARRIVAL)
         elif self._takes_places(job):
+            self.books.laid_out(task.name, len(job.alive), 0.0)
             self._runs(job)
         if task.departure is not None:
             self.clock.at(micros(task.departure), partial(self._departs, job), DEPARTURE)
@@ -203,8 +204,6 @@ class Healing:
             for places in (job.alive, job.dead, job.ready):
                 places.discard(place)
             job.starting.pop(place, None)
-            if job.doing not in ("over", "queued"):
-                self._tell(job)
 
     def _stops(self, job: HealingTask, fault: TraceFault) -> None:
         seconds = self.policy.notices(self.books.costs[job.task.name], fault)
@@ -264,7 +263,8 @@ class Healing:
         job.doing = "transition"
         self.books.counts["transitions"] += 1
         self._tell(job)
-        self.clock.after(reaction.seconds, partial(self._done, job, job.version))
+        seconds = self.books.laid_out(job.task.name, len(job.alive), reaction.seconds)
+        self.clock.after(seconds, partial(self._done, job, job.version))
 
     def _waits(self, job: HealingTask) -> None:
         """Let a task wait for nodes, until operators lose patience."""

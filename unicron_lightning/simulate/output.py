@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import statistics
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,7 +66,11 @@ def row_of(
         "ideal": result.ideal,
         "of_ideal": result.of_ideal,
         "ettr": sum(task.ettr * task.present for task in result.tasks.values()) / present,
+        "flops_per_second": sum(task.flops for task in result.tasks.values()) / result.seconds,
     }
+    samples = [task.samples for task in result.tasks.values()]
+    if len(samples) == 1 and samples[0] is not None:  # those of different models do not add up
+        row["samples_per_second"] = samples[0] / result.seconds
     row.update({f"lost_{loss}": result.lost[loss] / ideal for loss in LOSSES})
     for phase in PHASES:
         total = sum(incident.seconds[phase] for incident in result.incidents)
@@ -169,16 +174,25 @@ COLUMNS: Final[tuple[tuple[str, Say], ...]] = (
     ("to recover", _seconds("transition_seconds")),
     ("incidents", lambda row: f"{float(row['incidents']):.0f}"),
 )
+FURTHER: Final[Mapping[str, Say]] = {
+    "workers": lambda row: f"{float(row['workers']):.0f}",
+    "samples/s": lambda row: f"{float(row['samples_per_second']):.2f}" if "samples_per_second" in row else "",
+    "PFLOP/s": lambda row: f"{float(row['flops_per_second']) / 1e15:.2f}",
+    "TFLOP/s per worker": lambda row: f"{float(row['flops_per_second']) / float(row['workers']) / 1e12:.1f}",
+}
+"""Columns that tables have if the configuration names them."""
 
 
 _WORDS: Final = ("trace", "workload", "variant", "policy")
 _UNLESS_DIFFERENT: Final = ("workload", "variant")
 
 
-def _shown(rows: Sequence[SummaryRow]) -> list[tuple[str, Say]]:
+def _shown(rows: Sequence[SummaryRow], further: Sequence[str] = ()) -> list[tuple[str, Say]]:
     """Select columns with content; workload and variant only where they differ."""
+    if unknown := [name for name in further if name not in FURTHER]:
+        raise ConfigError(f"output.columns={unknown}: expected some of {', '.join(FURTHER)}")
     kept = []
-    for title, say in COLUMNS:
+    for title, say in (*COLUMNS, *((name, FURTHER[name]) for name in further)):
         texts = {say(row) for row in rows}
         if not texts <= {"", "0.00"} and not (title in _UNLESS_DIFFERENT and len(texts) == 1):
             kept.append((title, say))
@@ -190,10 +204,14 @@ def console() -> Console:
     return Console() if Console().is_terminal else Console(width=170)
 
 
-def as_table(rows: Sequence[SummaryRow], title: str) -> Table:
-    """Render rows for a terminal."""
+def as_table(rows: Sequence[SummaryRow], title: str, further: Sequence[str] = ()) -> Table:
+    """Render rows for a terminal, with some of `FURTHER`.
+
+    Raises:
+        ConfigError: there is no such column.
+    """
     table = Table(title=title, title_justify="left")
-    columns = _shown(rows)
+    columns = _shown(rows, further)
     for name, _ in columns:
         table.add_column(name, justify="left" if name in _WORDS else "right")
     last = None
@@ -457,7 +475,7 @@ class SweepSummary(Callback):
         self._config = config
         SweepSummary.running = self
         if config.output.progress and Console(stderr=True).is_terminal:
-            self._bar = _Bar(Path(config.hydra.sweep.dir), num_jobs(list(config.hydra.overrides.task)))
+            self._bar = _Bar(Path(config.hydra.sweep.dir), num_jobs(config.hydra))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         self.end()
@@ -475,9 +493,7 @@ class SweepSummary(Callback):
         if curves:
             _conclude(folder, curves, config.output)
         else:
-            Console(stderr=True).print(
-                f"simulate: no simulation has finished of {num_jobs(list(config.hydra.overrides.task))}"
-            )
+            Console(stderr=True).print(f"simulate: no simulation has finished of {num_jobs(config.hydra)}")
 
 
 def _conclude(folder: Path, curves: list[WafCurve], output: Any) -> None:
@@ -487,7 +503,8 @@ def _conclude(folder: Path, curves: list[WafCurve], output: Any) -> None:
     save_table(folder / "rows", rows, output.format)
     save_table(folder / "summary", means, output.format)
     shown = console()
-    shown.print(as_table(means, f"{len(rows)} simulations; ratio: WAF over that of {output.reference}"))
+    title = f"{len(rows)} simulations; ratio: WAF over that of {output.reference}"
+    shown.print(as_table(means, title, output.columns))
     if output.pictures:
         with suppress(ModuleNotFoundError):
             curves_picture(folder / "waf.png", curves)
@@ -507,13 +524,13 @@ def _curves(paths: list[Path]) -> Iterator[WafCurve]:
         yield WafCurve(row=row, seconds=np.array(times), waf=np.array(values))
 
 
-def num_jobs(overrides: list[str]) -> int:
-    """Return the number of jobs that Hydra's basic sweeper creates from a command line."""
-    number = 1
-    for override in OverridesParser.create().parse_overrides(overrides):
-        if override.is_sweep_override():
-            number *= sum(1 for _ in override.sweep_iterator())
-    return number
+def num_jobs(hydra: Any) -> int:
+    """Return the number of jobs that Hydra's basic sweeper creates: of its parameters, and of the command line."""
+    parameters = [f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items()]
+    overrides = OverridesParser.create().parse_overrides([*parameters, *hydra.overrides.task])
+    last = {override.get_key_element(): override for override in overrides}
+    sweeps = [override for override in last.values() if override.is_sweep_override()]
+    return math.prod(sum(1 for _ in override.sweep_iterator()) for override in sweeps)
 
 
 class _Bar:

@@ -76,6 +76,7 @@ class TaskResult:
         weight: w(t).
         present: seconds between its arrival and its end.
         steps: finished steps.
+        samples: samples of these steps; None: unknown.
         worker_micros: microseconds of its workers by state; ``idle`` are those that wait with it, ``repairing`` none.
         goodput: finished FLOP as a fraction of the ideal's.
         ettr: fraction of its time in which it made counted steps (effective training time ratio).
@@ -86,6 +87,7 @@ class TaskResult:
     weight: float
     present: float
     steps: float
+    samples: float | None
     worker_micros: Mapping[WorkerState, int]
     goodput: float
     ettr: float

@@ -180,6 +180,7 @@ def _tasks(name: str, config: _SimTaskConfig, machines: PlanClusterConfig, folde
             departure=None if config.departure_hours is None else (config.departure_hours + late) * HOUR,
             steps=config.steps,
             state_gigabytes=_state_gigabytes(config, performance),
+            step_samples=None if (shape := config.performance.transformer) is None else shape.global_batch_size,
         )
 
 
@@ -217,6 +218,8 @@ class _OutputConfig:
     """Whether sweeps show a progress bar, on a terminal."""
     reference: str = "megatron"
     """The policy that others are compared with."""
+    columns: list[str] = field(default_factory=list)
+    """Further columns of the tables: some of `unicron_lightning.simulate.output.FURTHER`."""
 
 
 @dataclass(frozen=True, kw_only=True)

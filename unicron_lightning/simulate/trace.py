@@ -43,6 +43,7 @@ class SimTask:
         departure: time of its end, whatever its progress; None: never.
         steps: optimizer steps after which it ends; None: never.
         state_gigabytes: parameters and optimizer state of a replica; None: unknown, and transfers take what costs say.
+        step_samples: samples of one optimizer step; None: unknown.
 
     Raises:
         ConfigError: a value out of its range.
@@ -56,6 +57,7 @@ class SimTask:
     departure: float | None = None
     steps: float | None = None
     state_gigabytes: float | None = None
+    step_samples: int | None = None
 
     def __post_init__(self) -> None:
         if (problem := self.terms.problem()) is not None:

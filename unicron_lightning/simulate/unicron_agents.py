@@ -334,8 +334,6 @@ class SimTraining:
         """Whether the newest unplanned epoch has lost a member."""
         self._version = 0
         """Rises with each change, which invalidates scheduled calls."""
-        self._layout: tuple[int, int] | None = None
-        """TP and PP of its workers; None: unknown, or never begun."""
         self._untold: wire.Epoch | None = None
         """Epoch whose first finished step is not reported yet."""
 
@@ -488,7 +486,7 @@ class SimTraining:
         self._tell_books()
         self.system.books.counts[f"epochs_{self._epoch.kind}"] += 1
         if self._epoch.kind != "pause":
-            seconds += self._relayout()
+            seconds = self.system.books.laid_out(self.task.name, len(self.members), seconds)
         then = self._saved if self._epoch.kind == "pause" else self._connected
         self.system.clock.after(seconds, partial(then, self._epoch, self._version))
 
@@ -522,17 +520,6 @@ class SimTraining:
         if epoch.kind == "pause":
             return costs.takes("leave") + costs.persistent_seconds
         return costs.takes("leave" if epoch.kind == "leave" else "join")
-
-    def _relayout(self) -> float:
-        """Take the best TP and PP for its workers; return the further seconds, if they have other ones."""
-        before, best = self._layout, self.task.layout(len(self.members) * self.system.cluster.place_workers)
-        if best is None:  # it waits for workers
-            return 0.0
-        self._layout = best
-        if before is None or before == best:
-            return 0.0
-        self.system.books.counts["relayouts"] += 1
-        return self.costs.takes("restart") + self.costs.persistent_seconds
 
     def _connected(self, epoch: wire.Epoch, version: int) -> None:
         if self._version != version or self.over:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -182,13 +182,17 @@ _UNDRAIN_SECONDS: Final = 86400.0
 """Seconds until an operator undrains a cordoned node, unless ``extra["undrain"]`` gives another number."""
 
 
+Allocation = Literal["plan", "keep", "equal", "weight", "size"]
+"""Places by task: the planner's; as they are, without the planner; or by static shares."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
     """Selection of Unicron's parts."""
 
     name: str = "unicron"
     partial_reuse: bool = True
-    planner: bool = True
+    allocation: Allocation = "plan"
     in_band: bool = True
     memory_checkpoint: bool = True
     may_pause: bool = False
@@ -197,7 +201,10 @@ class Ablation:
 ABLATIONS: Final = (
     Ablation(),
     Ablation(name="unicron_no_partial_reuse", partial_reuse=False),
-    Ablation(name="unicron_no_planner", planner=False),
+    Ablation(name="unicron_no_planner", allocation="keep"),
+    Ablation(name="unicron_equal", allocation="equal"),
+    Ablation(name="unicron_by_weight", allocation="weight"),
+    Ablation(name="unicron_by_size", allocation="size"),
     Ablation(name="unicron_no_inband", in_band=False),
     Ablation(name="unicron_no_memory_checkpoint", memory_checkpoint=False),
     Ablation(name="unicron_may_pause", may_pause=True),
@@ -224,13 +231,15 @@ class System:
             late = {kind: max(seconds, _NOT_IN_BAND_SECONDS) for kind, seconds in costs.detection.items()}
             costs = replace(costs, detection=late)
         self.costs = costs
-        self._limits = ev.Limits(warm_standby=True)
+        # A task below its minimum waits for repairs as those of the other systems do.
+        self._limits = ev.Limits(warm_standby=True, hold_timeout=trace.seconds)
         before = 60.0 + 20.0 * (costs.takes("start") + costs.takes("join") + costs.extra.get("launch", 0.0))
         self.clock = Clock(start=-micros(before))
         self.books = Books(cluster, tasks, trace, costs, self.clock)
         self._numbers = 0
         self._speeds = {task.name: PlaceSpeed(task, cluster.place_workers) for task in tasks}
         self._curves: dict[object, Curve] = {}
+        self._shares = shares_of(tasks, ablation.allocation)
         self.trainings = {task.name: SimTraining(self, task) for task in tasks}
         self.shell = SimShell(self.clock, self._limits, self._plan, self._seen)
         self.daemons = [SimDaemon(self, place) for place in range(cluster.num_places)]
@@ -282,8 +291,10 @@ class System:
 
     def _plan(self, question: Question) -> ev.Planned:
         self.books.counts["plans"] += 1
-        if not self.ablation.planner:
+        if self.ablation.allocation == "keep":
             return keep(question)
+        if self.ablation.allocation != "plan":
+            return static(question, self.cluster.num_places, self._shares)
         known = _knowledge(self.shell.machine.cluster, self._speeds, self.costs)
         return _answer(question, replace(known, curves=self._curves))
 
@@ -296,8 +307,9 @@ class System:
                 node = str(event.fields["node"])
                 seconds = self.costs.extra.get("undrain", _UNDRAIN_SECONDS)
                 self.clock.after(seconds, lambda: self.shell.do(ev.Drain(node=node, drained=False)))
-            case "task_stopped":
+            case "task_stopped" if event.task is not None and not self.trainings[event.task].over:
                 self.books.counts["tasks_stopped"] += 1
+                self.trainings[event.task].ends()
 
     # ---- faults
 
@@ -378,6 +390,41 @@ def _tell(agent: SimAgent, fault: TraceFault) -> None:
     agent.say(wire.CommError(worker=agent.worker, epoch=epoch, error=fault.kind))
 
 
+def shares_of(tasks: Sequence[SimTask], allocation: Allocation) -> dict[str, float]:
+    """Return the share of each task in a static allocation. Size is that of the state, or FLOPs per step if unknown."""
+    if allocation == "weight":
+        return {task.name: task.terms.weight for task in tasks}
+    if allocation == "size":
+        sizes = {task.name: task.state_gigabytes for task in tasks if task.state_gigabytes is not None}
+        return sizes if len(sizes) == len(tasks) else {task.name: task.flops_per_step for task in tasks}
+    return {task.name: 1.0 for task in tasks}
+
+
+def static(question: Question, num_places: int, shares: Mapping[str, float]) -> ev.Planned:
+    """Answer a question by fixed shares of the cluster: no other task makes up for a place that a task has lost.
+
+    Each task has its minimum, and each further place goes to the task that is furthest below its share and can use it.
+
+    Args:
+        question: the question.
+        num_places: places of the cluster, those under repair included.
+        shares: shares by task, in any unit.
+    """
+    whole = sum(shares[task.name] for task in question.tasks)
+    wanted = {task.name: task.terms.min_workers for task in question.tasks}
+    for _ in range(num_places - sum(wanted.values())):
+        able = [task.name for task in question.tasks if wanted[task.name] < task.max_places]
+        if not able:
+            break
+        wanted[max(able, key=lambda name: num_places * shares[name] / whole - wanted[name])] += 1
+    places = {task.name: min(task.left, wanted[task.name]) for task in question.tasks}
+    free = question.num_places - sum(places.values())
+    for name, number in wanted.items():
+        more = min(number - places[name], free)
+        places[name], free = places[name] + more, free - more
+    return ev.Planned(key=question.key, allocation=places)
+
+
 def _answer(question: Question, known: Knowledge) -> ev.Planned:
     """Answer the machine as `coordinator.allocation.answers` does: with the same planner, state and estimates."""
     from unicron_lightning.planner.search.dynamic_program import compile_all
@@ -412,5 +459,5 @@ def _knowledge(cluster: Cluster, performances: Mapping[str, PerformanceModel], c
         performances=performances,
         running_seconds=failures.running_seconds,
         transition_seconds=transitions.expected_seconds,
-        relayout_seconds=lambda _: costs.change.get("restart", 0.0) + costs.persistent_seconds,
+        relayout_seconds=lambda _: costs.laid_out(0.0),
     )

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import csv
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from pyarrow import parquet
+from rich.console import Console
 from simulate.scenes import CLUSTER, costs, random_trace, two_tasks
 
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.__main__ import variant_of
 from unicron_lightning.simulate.output import (
     SummaryRow,
     WafCurve,
     as_markdown,
+    as_table,
     curves_picture,
     median_of,
     num_jobs,
@@ -96,8 +101,23 @@ def test_the_variant_is_what_else_was_overridden(overrides: list[str], variant: 
 
 
 def test_jobs_of_a_sweep_are_counted() -> None:
-    assert num_jobs(["policy=a,b,c", "trace=a,b", "seed=range(5)", "output.format=csv"]) == 30
-    assert num_jobs(["policy=a"]) == 1
+    def jobs(*overrides: str, **params: str) -> int:
+        return num_jobs(OmegaConf.create({"sweeper": {"params": params}, "overrides": {"task": list(overrides)}}))
+
+    assert jobs("policy=a,b,c", "trace=a,b", "seed=range(5)", "output.format=csv") == 30
+    assert jobs("policy=a") == 1
+    assert jobs("policy=a,b", policy="a,b,c", seed="range(5)") == 10, "the command line precedes the experiment"
+    assert num_jobs(OmegaConf.create({"sweeper": {}, "overrides": {"task": ["seed=1,2"]}})) == 2
+
+
+def test_further_columns_are_shown_by_name(tmp_path: Path) -> None:
+    rows = [{**row("unicron", 0, 8.0), "workers": 64, "flops_per_second": 6.4e15}]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(as_table(rows, "title", ["workers", "TFLOP/s per worker", "samples/s"]))
+    text = console.export_text()
+    assert "TFLOP/s per worker" in text and "100.0" in text and "samples/s" not in text
+    with pytest.raises(ConfigError, match=r"output.columns=\['luck'\]: expected some of workers, samples/s, "):
+        as_table(rows, "title", ["luck"])
 
 
 def test_pictures_show_the_median_seed() -> None:

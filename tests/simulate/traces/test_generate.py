@@ -68,6 +68,19 @@ def test_llama3_has_the_published_counts() -> None:
     assert max(fault.at for fault in faults) < 54 * DAY
 
 
+def test_figure_1_has_its_shares() -> None:
+    faults = trace("figure1", PAPER).faults
+    assert len(faults) == 45
+    # Of 43.4: ECC 5.0, NVLink 4.5, DMA 2.1, driver 0.6; time-outs 10.1, network 4.0, links 3.9, refused 2.1, reset 1.0.
+    shares = {"SEV1": 12.2, "SEV3": 21.1, "SEV2": 10.1}
+    counts = Counter(fault.severity for fault in faults)
+    for severity, share in shares.items():
+        assert counts[severity] == pytest.approx(45 * share / 43.4, abs=1.5), severity
+    assert all((fault.severity == "SEV1") == fault.takes_node for fault in faults)
+    source = preset("figure1").sources["tasks"]
+    assert len(source.causes) == 13 and sum(cause.count for cause in source.causes.values()) == pytest.approx(43.4)
+
+
 def test_llama3_on_more_nodes_has_as_many_more() -> None:
     assert len(trace("llama3", SimCluster(num_nodes=12_500, workers_per_node=8)).faults) == round(
         419 * 100_000 / 16_384
