@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from unicron_lightning.coordinator.config import register_resolvers
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.costs import COMMON, Calibration
 from unicron_lightning.simulate.output import WafCurve, row_of
@@ -37,6 +38,7 @@ def composed(overrides: tuple[str, ...]) -> Settings:
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
+    register_resolvers()
     with initialize_config_module("unicron_lightning.conf.simulate", version_base="1.3"):
         data = OmegaConf.to_container(compose("simulate", overrides=list(overrides)), resolve=True)
     assert isinstance(data, dict)

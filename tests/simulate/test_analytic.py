@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from simulate.scenes import CLUSTER, costs, random_trace, task, two_tasks
 
-from unicron_lightning.coordinator.events import Competitor, Question
+from unicron_lightning.coordinator.events import Competitor, Limits, Question
 from unicron_lightning.planner.performance.model import MeasuredPoint, MeasuredTable, ParallelConfiguration
 from unicron_lightning.simulate import result as order
 from unicron_lightning.simulate.costs import CHANGES
@@ -127,6 +127,19 @@ def test_every_system_pays_the_same_for_another_layout(policy: str):
 def test_the_loss_of_a_node_is_detected_after_its_time(policy: str):
     (incident,) = one(policy, LOST).incidents
     assert incident.seconds["detection"] == 5.0 and incident.seconds["transition"] > 0.0
+
+
+def test_the_coordinators_own_rules_apply():
+    """Workers of one node fail twice in a row, the second time in their first step."""
+    again = TraceFault(at=1043.0, kind="exited_abnormally", node=2, worker=0)
+    trace = Trace.of("twice", SECONDS, [DIES, again])
+    paper = Limits(warm_standby=True, strict=True, cordon_failures=2)
+    kept, isolated = (
+        simulate("unicron", CLUSTER, [task("t")], trace, costs(), limits)
+        for limits in (Limits(warm_standby=True), paper)
+    )
+    assert "cordons" not in kept.counts and isolated.counts["cordons"] == 1
+    assert _waf(kept, SECONDS - 1) == 24.0 and _waf(isolated, SECONDS - 1) == 20.0
 
 
 def test_static_shares_stay_when_a_node_is_lost():

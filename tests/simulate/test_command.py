@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 from pyarrow import parquet
 
+from unicron_lightning.coordinator.config import register_resolvers
 from unicron_lightning.simulate.settings import POLICIES, read_settings
 
 pytestmark = pytest.mark.usefixtures("with_figures")
@@ -89,7 +90,10 @@ def test_the_sweep_of_a_figure_has_only_choices_that_exist(name: str) -> None:
         assert set(swept["policy"]) <= set(POLICIES) and len(set(swept["policy"])) == len(swept["policy"])
         for key in ("trace", "workload", "cluster.num_nodes"):
             for value in swept.get(key, ()):
-                data = OmegaConf.to_container(compose("simulate", overrides=[*overrides, f"{key}={value}"]))
+                register_resolvers()
+                data = OmegaConf.to_container(
+                    compose("simulate", overrides=[*overrides, f"{key}={value}"]), resolve=True
+                )
                 read_settings(cast("dict[str, Any]", data)).scene()
 
 

@@ -26,8 +26,8 @@ def test_links(tmp_path: Path) -> None:
         for number in range(3):
             cluster.reset("n1")
             until("the new connection", lambda n=number: len(resumed(cluster)) > n, 60)
-        (flapping,) = [error for error in cluster.events("error_reported") if error["node"] == "n1"]
-        assert (flapping["kind"], flapping["severity"]) == ("link_flapping", "SEV3")
+        (degraded,) = [error for error in cluster.events("error_reported") if error["node"] == "n1"]
+        assert (degraded["kind"], degraded["severity"]) == ("link_degraded", "SEV3")
         # A cut shorter than the least silence is not detected.
         cluster.cut("n1")
         time.sleep(0.4)

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from unicron_lightning import environ
-from unicron_lightning.coordinator.config import CoordinatorConfig
+from unicron_lightning.coordinator.config import CoordinatorConfig, register_resolvers
 from unicron_lightning.credentials import Token, find_token, is_loopback, user_file
 from unicron_lightning.errors import ConfigError, PortInUse, UnicronError
 from unicron_lightning.sections import wrong
@@ -35,7 +35,7 @@ def register_schema() -> None:
     """Register the schema and the resolvers with Hydra, which then checks keys and types."""
     from hydra.core.config_store import ConfigStore
 
-    OmegaConf.register_new_resolver("of_timeout", _of_timeout, replace=True)
+    register_resolvers()
     OmegaConf.register_new_resolver("endpoint_port", _endpoint_port, replace=True)
     ConfigStore.instance().store(name="coordinator_schema", node=CoordinatorConfig)
 
@@ -79,11 +79,6 @@ def _endpoint_port(default: int) -> int:
     if not port.isdecimal():
         raise ConfigError(f"{environ.ENDPOINT}={endpoint!r}: expected HOST:PORT")
     return int(port)
-
-
-def _of_timeout(factor: float, least: float = 0.0, *, _parent_: DictConfig) -> float:
-    # rounded to microseconds, to avoid 0.15000000000000002
-    return round(max(float(factor) * float(_parent_.timeout), float(least)), 6)
 
 
 def _check_keys(node: DictConfig, prefix: str) -> None:

@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
+from omegaconf import DictConfig, OmegaConf
+
 from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.coordinator.severity.record import SEVERITY
 from unicron_lightning.detection.health import HealthLimits, Pattern
@@ -20,6 +22,17 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job, JobFields
 from unicron_lightning.tls import AUTO
 from unicron_lightning.wire import WatchLimits
+
+
+def register_resolvers() -> None:
+    """Register with OmegaConf how the files of the group ``detection`` derive times from ``timeout``."""
+    OmegaConf.register_new_resolver("of_timeout", _of_timeout, replace=True)
+
+
+def _of_timeout(factor: float, least: float = 0.0, *, _parent_: DictConfig) -> float:
+    # rounded to microseconds, to avoid 0.15000000000000002
+    return round(max(float(factor) * float(_parent_.timeout), float(least)), 6)
+
 
 _EVENT: Final = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 
@@ -198,6 +211,8 @@ class DetectionConfig:
     """Time limit of a silent worker that others wait for and that computes while it holds the interpreter's lock."""
     collective_time: float
     """Time limit of a collective in which all members wait and none is missing; then the epoch is renewed in place."""
+    witness: bool
+    """Whether a rank without progress in a step hangs only if another rank waits for it, or after `stall_time`."""
     probe_time: float
     """Time limit of a connection from one node to another, after which the other is not reached; longer than the second
     after which the kernel repeats a lost packet.
@@ -211,7 +226,7 @@ class DetectionConfig:
 
     def __post_init__(self) -> None:
         values = vars(self)
-        others = [name for name in values if name not in (*_ABOVE_ONE, *_MAY_BE_ZERO)]
+        others = [name for name in values if name not in (*_ABOVE_ONE, *_MAY_BE_ZERO, "witness")]
         _check("detection", ">", 0, **{name: values[name] for name in others})
         _check("detection", ">", 1, **{name: values[name] for name in _ABOVE_ONE})
         _check("detection", ">=", 0, **{name: values[name] for name in _MAY_BE_ZERO})
@@ -254,9 +269,11 @@ class SeverityConfig:
     """Number of lives from a checkpoint, none of which got further than earlier ones, after which a task is stopped."""
     hold_timeout: float = 3600.0
     """Time that a task may hold below its minimum of nodes, after which it is stopped."""
+    strict: bool = False
+    """Whether errors escalate as in the paper: whoever is at fault, and whether or not a task needs the node."""
 
     def __post_init__(self) -> None:
-        _check("severity", ">", 0, **vars(self))
+        _check("severity", ">", 0, **{name: value for name, value in vars(self).items() if name != "strict"})
 
 
 @dataclass(kw_only=True)

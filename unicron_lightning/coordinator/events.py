@@ -127,6 +127,7 @@ class Limits:
     watch: wire.WatchLimits = field(default_factory=wire.WatchLimits)
     mute_time: float = 5.0
     collective_time: float = 10.0
+    witness: bool = True
     probe_time: float = 1.5
     degraded_time: float = 10.0
     straggler_factor: float = 1.25
@@ -137,6 +138,7 @@ class Limits:
     cordon_window: float = 3600.0
     crash_attempts: int = 5
     crash_lives: int = 10
+    strict: bool = False
     hold_timeout: float = 3600.0
     patterns: tuple[Pattern, ...] = ()
     nan_loss: str = "tell"

@@ -1,8 +1,9 @@
 """Hangs, from the first report of an overdue worker to the report of the rank that hangs.
 
 The coordinator asks the members for their activity, and `judge` determines the ranks that hang. The agent of
-such a rank records its stacks and reports an error (`wire.ErrorReport`) of kind `task_hang`, which the severity
-workflow handles. This state does not outlive the coordinator: an overdue worker repeats its report every second.
+such a rank records its stacks and reports an error (`wire.ErrorReport`), which the severity workflow handles: of kind
+`task_hang`, or `unnamed_software_error` if no rank waits for it. This state does not outlive the coordinator: an
+overdue worker repeats its report every second.
 
 **The verdict** is pure: from the reported activities of an epoch's members. When one rank hangs, all ranks are overdue:
 the others wait for it in a collective. So a rank blocked in a collective is waiting, and a rank that is overdue
@@ -42,11 +43,13 @@ class Verdict:
         culprits: members that hang.
         collective: whether the communicator hangs.
         mute: whether the culprits are those that have not answered.
+        unnamed: whether no member waits for the culprits, so that they may be slow.
     """
 
     culprits: tuple[str, ...] = ()
     collective: bool = False
     mute: bool = False
+    unnamed: bool = False
 
 
 NOTHING = Verdict()
@@ -85,6 +88,7 @@ def judge(
     mute_time: float,
     collective_time: float,
     stall_time: float,
+    witness: bool = True,
 ) -> Verdict:
     """Judge a task with an overdue member.
 
@@ -96,6 +100,7 @@ def judge(
         mute_time: seconds after which a reachable member without an answer is silent: its agent inspects it.
         collective_time: seconds that all members may wait in a collective.
         stall_time: seconds that an overdue member may take while no other waits for it.
+        witness: whether it may; else it has failed when all have answered, or could have.
     """
     answers = [said[member] for member in members if member in said]
     waiting = [doing for doing in answers if doing.waiting]
@@ -104,9 +109,10 @@ def judge(
     if waiting and late:
         return Verdict(culprits=tuple(doing.worker for doing in late))
     # No member waits for them: everything may be slow at the same time, or there is no other member.
-    stalled = tuple(doing.worker for doing in late if doing.seconds > stall_time)
+    failed = not witness and (len(answers) == len(members) or asked >= mute_time)
+    stalled = tuple(doing.worker for doing in late if failed or doing.seconds > stall_time)
     if stalled:
-        return Verdict(culprits=stalled)
+        return Verdict(culprits=stalled, unnamed=failed)
     if elsewhere or not any(doing.overdue for doing in answers):
         return NOTHING
     mute = [member for member in members if member not in said]
@@ -191,7 +197,7 @@ def _stacks_due(task: Task, turn: Turn, agent: Agent) -> None:
         if worker is not None and worker.agent == agent.id:
             report = wire.ErrorReport(
                 worker=worker.id,
-                kind="task_hang",
+                kind=inspect.kind,
                 cause=inspect.cause,
                 phase=inspect.phase,
                 step=inspect.step,
@@ -243,6 +249,7 @@ def _judge(task: Task, turn: Turn, watch: WatchRecord) -> None:
         mute_time=ANSWER_SECONDS,
         collective_time=limits.watch.stall_time if _between(watch) else limits.collective_time,
         stall_time=limits.watch.stall_time,
+        witness=limits.witness,
     )
     if all(member in watch.reports and watch.reports[member].waiting for member in members):
         connectivity.suspect(task, turn)
@@ -259,6 +266,8 @@ def _judge(task: Task, turn: Turn, watch: WatchRecord) -> None:
     for name in verdict.culprits:
         worker, said = task.workers[name], watch.reports.get(name)
         order = _reason(worker, said, asked, others)
+        if verdict.unnamed:
+            order = msgspec.structs.replace(order, kind="unnamed_software_error")
         if order.silent:
             order = msgspec.structs.replace(order, phase=between, patient=patient, gentle=gentle)
         _inspect(task, turn, order)

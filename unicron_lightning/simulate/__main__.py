@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from unicron_lightning.coordinator.config import register_resolvers
 from unicron_lightning.errors import UnicronError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -29,6 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run with the given command line (default: the process's)."""
     if arguments is not None:
         sys.argv = [sys.argv[0], *arguments]
+    register_resolvers()
     where = "pkg://unicron_lightning.conf.simulate"
     run = hydra.main(version_base="1.3", config_path=where, config_name="simulate")(job)
     if os.environ.get(_FULL_ERROR) == "1":
@@ -97,6 +99,7 @@ def job(composed: DictConfig) -> float:
     """
     if _Interrupt.received:
         raise KeyboardInterrupt
+    register_resolvers()  # in each process of a sweep
     # Computing modules are imported only here, so that --cfg and --help are quick.
     from unicron_lightning.simulate.output import as_table, console, row_of, save_result
     from unicron_lightning.simulate.settings import read_settings

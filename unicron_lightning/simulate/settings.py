@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from unicron_lightning.cli.plan.situation import PerformanceConfig, PlanClusterConfig, nodes_of, performance_of, read
+from unicron_lightning.coordinator.config import CoordinatorConfig, DetectionConfig, SeverityConfig
+from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.performance.model import PerformanceModel
 from unicron_lightning.planner.performance.transformer import TransformerModel
@@ -230,6 +232,7 @@ class Settings:
         policy: one of `run.POLICIES`, or MODULE.CLASS of a user's own.
         seed: seed of the trace.
         trace, workload, cluster, costs: the groups.
+        severity, detection: groups of the coordinator's configuration, for Unicron's policies.
         output: its output.
     """
 
@@ -239,6 +242,8 @@ class Settings:
     workload: WorkloadConfig
     cluster: SizeConfig
     costs: Calibration
+    severity: SeverityConfig
+    detection: DetectionConfig
     output: _OutputConfig = field(default_factory=_OutputConfig)
 
     def scene(self, folder: Path = Path()) -> tuple[SimCluster, tuple[SimTask, ...], Trace]:
@@ -253,7 +258,8 @@ class Settings:
             ConfigError: values that contradict each other.
         """
         cluster, tasks, trace = self.scene(folder)
-        return simulate(self.policy, cluster, tasks, trace, self.costs.of(system_of(self.policy)))
+        limits = CoordinatorConfig(severity=self.severity, detection=self.detection).limits()
+        return simulate(self.policy, cluster, tasks, trace, self.costs.of(system_of(self.policy)), limits)
 
 
 def read_settings(data: Mapping[str, Any]) -> Settings:
@@ -262,7 +268,7 @@ def read_settings(data: Mapping[str, Any]) -> Settings:
     Raises:
         ConfigError: an unknown or missing key, or a wrong value, with the full key.
     """
-    known = ("policy", "seed", "trace", "workload", "cluster", "costs", "output")
+    known = ("policy", "seed", "trace", "workload", "cluster", "costs", "severity", "detection", "output")
     for key in data:
         if key not in (*known, "experiment"):
             raise ConfigError(f"{key}={data[key]!r}: unknown key, expected one of {', '.join(known)}")
@@ -277,6 +283,8 @@ def read_settings(data: Mapping[str, Any]) -> Settings:
         workload=read_section(WorkloadConfig, data["workload"], "workload"),
         cluster=read_section(SizeConfig, data["cluster"], "cluster"),
         costs=read_calibration(data["costs"]),
+        severity=read_section(SeverityConfig, data["severity"], "severity"),
+        detection=read_section(DetectionConfig, data["detection"], "detection"),
         output=read_section(_OutputConfig, data["output"], "output"),
     )
 
@@ -315,7 +323,12 @@ def _own(policy: str) -> type[Policy]:
 
 
 def simulate(
-    policy: str, cluster: SimCluster, tasks: Sequence[SimTask], trace: Trace, costs: Costs
+    policy: str,
+    cluster: SimCluster,
+    tasks: Sequence[SimTask],
+    trace: Trace,
+    costs: Costs,
+    limits: Limits = Limits(warm_standby=True),  # noqa: B008
 ) -> SimulationResult:
     """Replay a trace.
 
@@ -325,6 +338,7 @@ def simulate(
         tasks: all tasks; those with arrival 0 run already.
         trace: the faults.
         costs: costs of the policy's system.
+        limits: parameters of Unicron's coordinator.
 
     Returns:
         The result, byte for byte the same for the same arguments: only the trace was drawn at random, by its generator.
@@ -342,7 +356,7 @@ def simulate(
             raise ConfigError(f"{given}: expected one of {size}, numbered from 0")
     if policy in _ABLATIONS:
         with _rarely_collected():
-            return System(_ABLATIONS[policy], cluster, tasks, trace, costs).run()
+            return System(_ABLATIONS[policy], cluster, tasks, trace, costs, limits).run()
     system = _SYSTEMS[policy] if policy in _SYSTEMS else _own(policy)
     return Healing(system(), cluster, tasks, trace, costs).run()
 

@@ -220,10 +220,17 @@ class System:
         tasks: all tasks.
         trace: the faults.
         costs: measured costs.
+        limits: parameters of the coordinator.
     """
 
     def __init__(
-        self, ablation: Ablation, cluster: SimCluster, tasks: Sequence[SimTask], trace: Trace, costs: Costs
+        self,
+        ablation: Ablation,
+        cluster: SimCluster,
+        tasks: Sequence[SimTask],
+        trace: Trace,
+        costs: Costs,
+        limits: ev.Limits,
     ) -> None:
         self.ablation = ablation
         self.cluster = cluster
@@ -232,7 +239,7 @@ class System:
             costs = replace(costs, detection=late)
         self.costs = costs
         # A task below its minimum waits for repairs as those of the other systems do.
-        self._limits = ev.Limits(warm_standby=True, hold_timeout=trace.seconds)
+        self._limits = replace(limits, hold_timeout=max(limits.hold_timeout, trace.seconds))
         before = 60.0 + 20.0 * (costs.takes("start") + costs.takes("join") + costs.extra.get("launch", 0.0))
         self.clock = Clock(start=-micros(before))
         self.books = Books(cluster, tasks, trace, costs, self.clock)

@@ -204,6 +204,8 @@ class Inspect(Message, frozen=True, kw_only=True, tag="inspect"):
     """
     gentle: bool = False
     """Whether a silent worker may sleep with the interpreter's lock: only a stopped process counts as a hang."""
+    kind: Word = "task_hang"
+    """Kind of the error to report."""
 
 
 class WorkerHello(Message, frozen=True, kw_only=True, tag="worker_hello"):

@@ -73,7 +73,7 @@ def test_the_groups_are_those_of_the_configuration() -> None:
 def test_every_time_of_detection_follows_the_base_time_out() -> None:
     normal, scaled = configured().detection, configured("detection.timeout=40").detection
     for field in fields(schema.DetectionConfig):
-        if field.name.endswith("_factor"):
+        if field.name.endswith("_factor") or field.name == "witness":
             continue
         assert getattr(scaled, field.name) == pytest.approx(4 * getattr(normal, field.name)), field.name
 
@@ -96,6 +96,12 @@ def test_agents_can_come_back_however_short_the_base_is() -> None:
         ("cluster=network", "coordinator.host", "0.0.0.0"),
         ("coordinator=embedded", "coordinator.exit_when_idle", True),
         ("planner=fixed", "planner.enabled", False),
+        ("severity=paper", "severity.strict", True),
+        ("severity=paper", "severity.reattempt_limit", 1),
+        ("severity=paper", "severity.cordon_failures", 2),
+        ("severity=paper", "severity.hold_timeout", 31536000.0),
+        ("detection=paper", "detection.witness", False),
+        ("detection=paper", "detection.degraded_time", 0.0),
     ],
 )
 def test_a_choice_changes_what_it_is_for(override: str, key: str, value: object) -> None:
@@ -192,7 +198,8 @@ def test_the_table_of_derived_time_outs_is_right(column: int, choice: str) -> No
     section = DOCUMENT.read_text(encoding="utf-8").partition("## Derived time-outs")[2].partition("## Keys")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| `")]
     detection = configured(f"detection={choice}").detection
-    assert {row[0].strip("`"): float(row[column]) for row in rows} == vars(detection)
+    times = {name: value for name, value in vars(detection).items() if name != "witness"}
+    assert {row[0].strip("`"): float(row[column]) for row in rows} == times
 
 
 def test_the_document_names_every_choice() -> None:

@@ -215,12 +215,6 @@ def node_is_broken() -> Story:
     return story
 
 
-def needed_node_is_broken() -> Story:
-    story = Story(spared="ac")
-    story.broken("b")
-    return story
-
-
 def no_way_into_a_layout() -> Story:
     story = Story()
     story.finished(7)
@@ -301,7 +295,6 @@ WAYS = {
     "lost node keeps failing": lost_node_keeps_failing,
     "node is lost": node_is_lost,
     "node is broken": node_is_broken,
-    "needed node is broken": needed_node_is_broken,
     "no way into a layout": no_way_into_a_layout,
     "the script does not start": the_script_does_not_start,
     "no way past a step": no_way_past_a_step,

@@ -242,6 +242,89 @@ def test_a_node_that_the_minimum_needs_is_not_cordoned():
     assert len(members(world)) == 2
 
 
+def breaks(agent: FakeAgent, worker: str | None = None) -> None:
+    """Report a broken GPU: one that has ended the worker, or that its node's counters show."""
+    details = {"type": "RuntimeError", "message": "ECC"}
+    about = {"kind": "ecc_error", "cause": "uncorrectable ECC error", "phase": "", "step": None, "details": details}
+    agent.say(wire.ErrorReport(worker=worker, at=0.0, ends=worker is not None, **about))
+
+
+def test_a_broken_node_that_the_minimum_needs_gets_no_workers_until_an_operator_asks_for_it():
+    world = World()
+    a, b = running(world, 2, nodes=(2, 2))
+    breaks(b, b.worker())
+    answer(world, a, step=9)
+    assert world.machine.drained == ["node-b"] and world.task().epoch.hold
+    b.rendezvous()
+    assert b.waiting and not b.granted
+    b.drain(False)
+    assert b.granted
+
+
+def test_workers_on_a_broken_node_that_the_minimum_needs_stay_until_they_end():
+    world = World()
+    a, b = running(world, 2, nodes=(2, 2))
+    number = world.task().number
+    breaks(b)
+    assert world.machine.drained == ["node-b"] and world.task().number == number
+    assert not b.all(wire.Fence) and members(world) == [a.worker(), b.worker()]
+
+
+PAPER: dict[str, Any] = {"strict": True, "reattempt_limit": 1, "cordon_failures": 2, "hold_timeout": 31536000.0}
+
+
+def test_by_the_paper_a_broken_node_is_isolated_and_its_task_waits():
+    world = World(**PAPER)
+    a, b = running(world, 2, nodes=(2, 2))
+    worker = b.worker()
+    breaks(b)
+    assert [message.worker for message in b.all(wire.Fence)] == [worker]
+    answer(world, a, step=9)
+    assert world.task().epoch.hold and members(world) == [a.worker()]
+    b.rendezvous()
+    world.advance(100_000)
+    assert not b.granted and "task_stopped" not in world.names()
+    c = world.agent("c").start().boot()
+    answer(world, a, c, step=9)
+    assert members(world) == [a.worker(), c.worker()] and not world.task().epoch.hold
+
+
+def test_by_the_paper_a_broken_node_that_can_be_spared_is_left_at_a_step_boundary():
+    world, (_, b, _) = joined(**PAPER)
+    breaks(b)
+    assert not b.all(wire.Fence) and world.task().epoch.kind == "leave"
+
+
+def test_by_the_paper_a_connection_is_renewed_once_and_a_worker_restarted_once():
+    world, (a, b, c) = joined(**PAPER)
+    step = world.task().severity.step
+    disconnect(world, b)
+    answer(world, a, b, c, step=step)
+    disconnect(world, b)
+    assert b.all(wire.Fence) and not world.machine.drained
+    answer(world, a, c, step=step)
+    come_back(b)
+    answer(world, a, b, c, step=step)
+    disconnect(world, b)
+    assert world.machine.drained == ["node-b"]
+
+
+def test_connections_between_workers_that_break_often_are_flapping_links_and_renewed():
+    world, agents = joined(flapping_cuts=3, flapping_window=300.0)
+    for step in range(10, 16):
+        before = world.task().number
+        disconnect(world, *agents)
+        assert (world.task().epoch.kind, world.task().number) == ("fail", before + 1)
+        answer(world, *agents, step=step)
+        progress(agents[0], step + 1)
+    reports = [event.fields for event in world.events if event.name == "error_reported"]
+    assert [(report["kind"], report["severity"]) for report in reports] == [("link_flapping", "SEV3")] * 2
+    assert "broke 3 times" in reports[0]["cause"]
+    world.advance(301)
+    disconnect(world, *agents)
+    assert world.names().count("error_reported") == 2, "now and then is not often"
+
+
 def test_an_agent_lost_isolates_nothing_but_itself():
     world, (a, b, c) = joined()
     c.drop()

@@ -88,7 +88,7 @@ def test_a_broken_node_is_cordoned_though_no_worker_of_it_has_failed():
     assert world.task().epoch.kind == "leave"
 
 
-@pytest.mark.parametrize("kind", ["link_flapping", "nan_loss"])
+@pytest.mark.parametrize("kind", ["link_degraded", "nan_loss"])
 def test_what_is_only_told_disturbs_nobody(kind):
     world, (_, b, _) = joined()
     before = world.task().number
@@ -148,7 +148,7 @@ def test_a_link_that_breaks_again_and_again_is_told_once_and_disturbs_nobody():
     assert [error["cause"] for error in events(world, "error_reported")] == [
         "the connection broke 3 times within 0 s, and was renewed"
     ] * 2
-    assert {error["kind"] for error in events(world, "error_reported")} == {"link_flapping"}
+    assert {error["kind"] for error in events(world, "error_reported")} == {"link_degraded"}
     assert world.task().number == before
     for _ in range(4):
         world.advance(40)
@@ -168,7 +168,7 @@ def test_a_link_is_not_judged_by_a_coordinator_that_stood_still():
     assert not events(world, "error_reported")
     b.drop()
     b.register()
-    assert [error["kind"] for error in events(world, "error_reported")] == ["link_flapping"]
+    assert [error["kind"] for error in events(world, "error_reported")] == ["link_degraded"]
 
 
 def test_agents_that_come_back_to_a_restarted_coordinator_do_not_flap():

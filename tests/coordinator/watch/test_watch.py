@@ -62,6 +62,29 @@ def test_where_nobody_waits_nobody_is_held_up() -> None:
     assert judge(["a", "b"], said, reachable=frozenset("ab"), asked=1.0, **TIMES).culprits == ("a",)
 
 
+def test_without_a_witness_who_is_late_has_failed_once_all_have_answered() -> None:
+    rule: dict[str, Any] = {**TIMES, "witness": False, "reachable": frozenset("ab")}
+    late, fine = does("a", "compute", waiting=False), does("b", "compute", waiting=False, overdue=False)
+    assert judge(["a"], {"a": late}, asked=0.0, **rule) == Verdict(culprits=("a",), unnamed=True)
+    assert judge(["a", "b"], {"a": late}, asked=1.0, **rule) == NOTHING, "the other may be waiting"
+    assert judge(["a", "b"], {"a": late}, asked=5.0, **rule) == Verdict(culprits=("a",), unnamed=True)
+    assert judge(["a", "b"], {"a": late, "b": fine}, asked=1.0, **rule) == Verdict(culprits=("a",), unnamed=True)
+    assert judge(["a", "b"], {"a": late, "b": does("b")}, asked=1.0, **rule) == Verdict(culprits=("a",))
+    assert judge(["a", "b"], {"a": fine, "b": fine}, asked=9.0, **rule) == NOTHING
+
+
+def test_a_failed_step_without_a_witness_is_an_error_without_a_name() -> None:
+    world = World(witness=False)
+    (agent,) = running(world, 1)
+    agent.say(does(agent.worker(), "compute", epoch=world.task().number, waiting=False))
+    (order,) = agent.all(wire.Inspect)
+    assert order.kind == "unnamed_software_error"
+    world.advance(3)  # its agent records no stacks
+    report = world.event("error_reported").fields
+    assert (report["kind"], report["severity"], report["worker"]) == ("unnamed_software_error", "SEV2", order.worker)
+    assert [message.worker for message in agent.all(wire.Fence)] == [order.worker]
+
+
 def test_who_does_not_answer_has_no_thread_left_that_runs() -> None:
     said = {"a": does("a")}
     for asked, reachable, culprits in ((4.0, "ab", ()), (6.0, "a", ()), (6.0, "ab", ("b",))):

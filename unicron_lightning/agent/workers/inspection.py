@@ -274,7 +274,7 @@ class Inspector:
             return  # its end is reported already
         report = wire.ErrorReport(
             worker=order.worker,
-            kind="task_hang",
+            kind=order.kind,
             cause=cause,
             phase=order.phase,
             step=order.step,

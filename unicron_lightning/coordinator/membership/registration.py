@@ -269,7 +269,7 @@ def _was_cut(task: Task, turn: Turn, agent: Agent) -> None:
     if len(agent.cuts) >= limits.flapping_cuts:
         cause = f"the connection broke {len(agent.cuts)} times within {turn.now - agent.cuts[0]:.0f} s, and was renewed"
         agent.cuts = []
-        severity.handle_node_error(task, turn, agent, "link_flapping", cause)
+        severity.handle_node_error(task, turn, agent, "link_degraded", cause)
 
 
 def _place_is_free(turn: Turn, agent: Agent) -> bool:

@@ -124,9 +124,31 @@ def comm_error_due(task: Task, turn: Turn) -> None:
         epochs.comm_error_due(task, turn)
         return
     # The first to report it need not be the cause: see `workflow.suspect`.
-    failure = Failure(kind="connection_failed", node="", agent="", step=task.severity.step, at=turn.now)
+    kind = "link_flapping" if _flaps(task, turn) else "connection_failed"
+    failure = Failure(kind=kind, node="", agent="", step=task.severity.step, at=turn.now)
     occurred(task, turn, Error(failure=failure))
     task.comm_error_epoch = 0
+
+
+def _flaps(task: Task, turn: Turn) -> bool:
+    """Count a renewal of the connections between workers; report links that break often, once for each such series."""
+    record, limits = task.severity, turn.limits
+    record.renewals = [*(at for at in record.renewals if turn.now - at < limits.flapping_window), turn.now]
+    number, since = len(record.renewals), record.renewals[0]
+    if number < limits.flapping_cuts:
+        return False
+    record.renewals = []
+    error = ErrorFact(
+        step=record.step,
+        kind="link_flapping",
+        severity=SEVERITY["link_flapping"],
+        cause=f"connections between workers broke {number} times within {turn.now - since:.0f} s, and were renewed",
+        happened_at=since,
+        received_at=turn.now,
+        details={"times": number},
+    )
+    turn.log(task, error)
+    return True
 
 
 def overdue(task: Task, turn: Turn) -> None:
@@ -302,6 +324,8 @@ def _carry_out(task: Task, turn: Turn, decision: Decision) -> bool:
     if decision.action == "cordon":
         turn.cordon(error.node, decision.reason)
         turn.emit(task, "node_cordoned", **fields)
+        if turn.limits.strict and not turn.spared(task, [error.node]):
+            _isolate(turn, error.node, decision.reason)
         return True
     if "withheld" in decision.facts:
         turn.emit(task, "cordon_withheld", **fields)
@@ -320,6 +344,16 @@ def _restart(task: Task, turn: Turn, left: list[Worker], fields: dict[str, objec
     for worker in left:
         epochs.expel(task, turn, worker, f"{fields['kind']}: restarted")
     return True
+
+
+def _isolate(turn: Turn, node: str, reason: str) -> None:
+    """Kill the workers on a cordoned node that their task needs: they would not leave at a step boundary."""
+    for task in filter(decides_errors, turn.tasks.values()):
+        there = [agent.id for agent in task.agents.values() if agent.node == node]
+        for worker in [worker for agent in there for worker in task.workers_of(agent)]:
+            epochs.open_incident(task)
+            epochs.expel(task, turn, worker, f"the node is isolated: {reason}")
+            turn.to_review[task.id] = task
 
 
 def _stop(task: Task, turn: Turn, decision: Decision) -> None:

@@ -47,7 +47,7 @@ SEVERITY: Final[Mapping[str, Severity]] = {
 }
 """Severity of the first occurrence of an error, by its kind. docs/detection.md has the evidence for each kind."""
 
-REPORTED_ONLY: Final = ("link_flapping", "link_degraded", "nan_loss", "node_degraded")
+REPORTED_ONLY: Final = ("link_degraded", "nan_loss", "node_degraded")
 """Kinds that end nothing: they are only logged."""
 
 STOPPING: Final = ("parameters_differ", "programs_differ")
@@ -194,6 +194,8 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
 
     reattempts: list[float] = []
     """Times of SEV3 reactions in place since a step was finished."""
+    renewals: list[float] = []
+    """Times of the newest renewals of connections between workers, whatever progress there was."""
     named: dict[str, int] = {}
     """Reports of a failed connection by workers since a step was finished, by agent."""
     series: dict[str, Series] = {}

@@ -83,6 +83,8 @@ class Case:
         if self.in_a_row < self.limits.cordon_failures:
             return False
         record = self.record
+        if self.limits.strict:
+            return True
         if record.mark - record.series[self.node].mark >= self.limits.soon_steps:
             return True
         return all(failure.node == self.node for failure in [*record.failed, *record.unjudged])
@@ -101,8 +103,8 @@ class Case:
 
     @property
     def spared(self) -> bool:
-        """Whether all tasks can spare the node."""
-        return self.node in self.view.spared
+        """Whether all tasks can spare the node, or have to."""
+        return self.limits.strict or self.node in self.view.spared
 
     @property
     def gone(self) -> bool:
@@ -246,18 +248,11 @@ RULES: Final = (
     Rule(
         name="node is broken",
         on="SEV1",
-        when="the agent is connected, the node can be spared",
-        holds=lambda case: case.spared,
-        action="cordon",
-        then="its workers leave at a step boundary; no new ones until `unicron undrain NODE`",
-    ),
-    Rule(
-        name="needed node is broken",
-        on="SEV1",
-        when="the agent is connected, a task needs the node for its minimum",
+        when="the agent is connected",
         holds=_always,
-        action="restart",
-        then="as for SEV2; the event has `withheld`",
+        action="cordon",
+        then="its workers leave at a step boundary, if no task needs them for its minimum; no new ones until "
+        "`unicron undrain NODE`",
     ),
     Rule(
         name="no way into a layout",

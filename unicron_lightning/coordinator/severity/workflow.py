@@ -148,8 +148,9 @@ def _connection(here: Case, failure: Failure) -> list[Decision]:
     agent, node, why = blamed
     reason = f"the connection failed {case.retried + 1} times at step {record.step}; suspect {agent}, {why}"
     escalated = Failure(kind="keeps_failing", node=node, agent=agent, cause=reason, step=record.step, at=now)
-    record.reattempts.clear()
-    record.named.clear()
+    if not here.limits.strict:
+        record.reattempts.clear()
+        record.named.clear()
     decision = Decision(rule=rule.name, action="escalate", error=escalated, reason=reason, facts=facts)
     return [decision, *_alive(here, escalated)]
 
@@ -184,6 +185,7 @@ def _judge(here: Case, step: int) -> list[Decision]:
     """Judge the failures of the ended epoch, now that its progress is known."""
     record, limits, now = here.record, here.limits, here.now
     lasted: list[tuple[Failure, Joined]] = []
+    counted: set[str] = set()
     for failure in record.unjudged:
         came = record.joined.pop(failure.worker or "", None)  # it has no part in steps that finish from here on
         if came is None:
@@ -193,6 +195,10 @@ def _judge(here: Case, step: int) -> list[Decision]:
         else:
             _lasted(record, came)
             lasted.append((failure, came))
+            # A restart follows, which is the only one: agents of one node that fail together count once.
+            if limits.strict and SEVERITY[failure.kind] != "SEV1" and failure.node not in counted:
+                counted.add(failure.node)
+                _count(record, failure)
     failures, record.unjudged = record.unjudged, []
     progressed(record, step, limits)
     for failure in failures:
