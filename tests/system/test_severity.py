@@ -69,8 +69,11 @@ def test_a_wrong_setting_is_tried_once(tmp_path: Path) -> None:
     assert len(starts) <= 2, "nobody was started again"
 
 
-def test_a_node_on_which_every_worker_dies_is_cordoned_and_the_others_train_on(tmp_path: Path) -> None:
-    limits = ["severity.cordon_failures=2", "cluster.warm_standby=false"]
+@pytest.mark.parametrize("rules", [["severity.cordon_failures=2"], ["severity=paper", "detection=paper"]])
+def test_a_node_on_which_every_worker_dies_is_cordoned_and_the_others_train_on(
+    tmp_path: Path, rules: list[str]
+) -> None:
+    limits = [*rules, "cluster.warm_standby=false"]
     faults = ["raise other_software_error node=n1 rank=all phase=forward times=1000"]
     with failing(tmp_path, *limits, agents=2, faults=faults, full=1, pace=0.05) as cluster:
         cluster.watch(lambda: cluster.notes("step") and cluster.events("node_cordoned"), "the cordon", 150)
@@ -86,6 +89,19 @@ def test_a_node_on_which_every_worker_dies_is_cordoned_and_the_others_train_on(t
         cluster.finish()
         assert len(cluster.events("worker_died")) == died, "no worker was started on n1 any more"
         assert not cluster.events("task_stopped")
+
+
+def test_by_the_papers_rules_a_step_that_takes_too_long_has_failed_without_a_witness(tmp_path: Path) -> None:
+    with failing(tmp_path, "severity=paper", "detection=paper", agents=1, full=1, pace=0.05) as cluster:
+        cluster.watch(lambda: cluster.notes.count("step") > 12, "an average", 120)
+        cluster.inject("hang node=n0 point=training_step")
+        cluster.watch(lambda: cluster.events("error_reported"), "the failed step", 120)
+        (report,) = cluster.events("error_reported")
+        assert (report["kind"], report["severity"], report["node"]) == ("unnamed_software_error", "SEV2", "n0")
+        assert "injector.py" in report["details"]["stacks"]
+        cluster.finish()
+        assert len({line["pid"] for line in cluster.notes("step")}) == 2
+        assert not cluster.events("node_cordoned"), "the one restart has helped"
 
 
 def test_a_worker_that_hangs_in_a_recovery_is_killed_and_joins_again(tmp_path: Path, reference: Reference) -> None:

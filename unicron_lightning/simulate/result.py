@@ -11,7 +11,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,7 @@ from numpy.typing import NDArray
 from unicron_lightning.coordinator.incidents.facts import IncidentPhase
 
 WorkerState = Literal["useful", "overhead", "recomputing", "detecting", "transition", "idle", "repairing"]
-STATES: Final[tuple[WorkerState, ...]] = (
-    "useful",
-    "overhead",
-    "recomputing",
-    "detecting",
-    "transition",
-    "idle",
-    "repairing",
-)
+STATES: Final[tuple[WorkerState, ...]] = get_args(WorkerState)
 """States of a worker:
 
 * ``useful``: its task gets further than it ever was; ``overhead``: the part of that time that the system takes;
@@ -38,7 +30,7 @@ STATES: Final[tuple[WorkerState, ...]] = (
 """
 
 LossKind = Literal["detection", "transition", "sub_healthy", "overhead"]
-LOSSES: Final[tuple[LossKind, ...]] = ("detection", "transition", "sub_healthy", "overhead")
+LOSSES: Final[tuple[LossKind, ...]] = get_args(LossKind)
 MICRO: Final = 1_000_000
 """Times are counted in whole microseconds, so that sums are exact."""
 
@@ -134,10 +126,6 @@ class SimulationResult:
     def of_ideal(self) -> float:
         """Accumulated WAF as a fraction of the ideal."""
         return self.accumulated_waf / self.ideal if self.ideal else 1.0
-
-    def total(self, phase: IncidentPhase, of: Literal["seconds", "waf_seconds"] = "waf_seconds") -> float:
-        """Return the sum over all incidents."""
-        return sum(float(getattr(incident, of)[phase]) for incident in self.incidents)
 
 
 FAULT: Final = 0
