@@ -94,7 +94,7 @@ def test_a_node_on_which_every_worker_dies_is_cordoned_and_the_others_train_on(
 def test_by_the_papers_rules_a_step_that_takes_too_long_has_failed_without_a_witness(tmp_path: Path) -> None:
     with failing(tmp_path, "severity=paper", "detection=paper", agents=1, full=1, pace=0.05) as cluster:
         cluster.watch(lambda: cluster.notes.count("step") > 12, "an average", 120)
-        cluster.inject("hang node=n0 point=training_step")
+        cluster.inject("hang node=n0 phase=forward")
         cluster.watch(lambda: cluster.events("error_reported"), "the failed step", 120)
         (report,) = cluster.events("error_reported")
         assert (report["kind"], report["severity"], report["node"]) == ("unnamed_software_error", "SEV2", "n0")
