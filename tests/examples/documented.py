@@ -104,6 +104,9 @@ ALONE: Final = {
     "eval ": Run(),
     "unicron completion zsh": Run(),
     "unicron export checkpoints/last.ckpt": Run(),
+    "python -m unicron_lightning.simulate -m experiment=figure3": Run(
+        add="policy=megatron,oobleck seed=0 output.pictures=false"
+    ),
     "python -m unicron_lightning.simulate -m policy=unicron,megatron,oobleck": Run(
         replace=(("trace=a,b", "trace=b"), ("seed='range(5)'", "seed=0 trace.days=0.1 output.pictures=false"))
     ),
