@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from unicron_lightning.credentials import token_for
-from unicron_lightning.proof import Meeting, authorization, new_nonce
+from unicron_lightning.proof import Transcript, authorization, new_nonce
 
 READ_BYTES = 1 << 18
 HANDSHAKE = (
@@ -103,7 +103,7 @@ class Link(asyncio.BufferedProtocol):
 
     def _answer(self, body: bytes) -> None:
         found = json.loads(body)
-        meeting = Meeting(client=self._nonce, server=found["nonce"], address=found["address"])
+        meeting = Transcript(client=self._nonce, server=found["nonce"], address=found["address"])
         shown = authorization(_secret(), meeting, "GET", "/v1/agent")
         self._nonce = ""
         assert self._transport is not None

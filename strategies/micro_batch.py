@@ -17,7 +17,7 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.metrics.recording import LogCall, logged_dtype
-from unicron_lightning.strategies.metrics.sums import NormStatistics, State, StepMetrics, SumsLayout
+from unicron_lightning.strategies.metrics.sums import MetricState, NormStatistics, StepMetrics, SumsLayout
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers, check_registered
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ UNCOUNTED = -1
 
 _warnings = WarningCache()
 
-Held = tuple[list[Tensor], dict[str, tuple[State, Any]], dict[int, Tensor]]
+Held = tuple[list[Tensor], dict[str, tuple[MetricState, Any]], dict[int, Tensor]]
 """Changes of a micro-batch that is paused."""
 
 

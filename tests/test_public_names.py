@@ -6,6 +6,7 @@ import ast
 import importlib
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +18,10 @@ import unicron_lightning
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("unicron_lightning", "strategies", "callbacks", "hydra_plugins")
 GLOSSARY = ROOT / "docs" / "glossary.md"
+VARIABLES = ("TypeVar", "ParamSpec")
+"""Calls whose result has a name of one letter, too."""
+MOST_FILES = 3
+"""Files of one name in several packages."""
 LEAST_USES = 2
 """Uses of a term of the glossary in other documents and in the package's docstrings and comments."""
 
@@ -44,13 +49,46 @@ def test_an_unknown_name_says_so() -> None:
         _ = unicron_lightning.nothing
 
 
-def test_each_public_class_is_defined_once() -> None:
+def test_each_class_and_alias_is_defined_once() -> None:
+    assert repeated({str(path.relative_to(ROOT)): path.read_text() for path in sources()}) == {}
+
+
+def test_a_name_that_is_defined_twice_is_found() -> None:
+    planted = {
+        "a.py": "class Row:\n    pass\nPlace = tuple[str, str]\nItem = TypeVar('Item')\nPair = NewType('Pair', int)",
+        "b.py": "class _Row(NamedTuple):\n    class Pair:\n        pass\nPlace: TypeAlias = int",
+        "c.py": "if TYPE_CHECKING:\n    Item = list[int]\nLIMIT = 1\nname = 2",
+        "d.py": "LIMIT = 1\nname = 2",
+    }
+    found = {"Row": ["a.py", "b.py"], "Place": ["a.py", "b.py"], "Item": ["a.py", "c.py"], "Pair": ["a.py", "b.py"]}
+    assert repeated(planted) == found
+
+
+def repeated(texts: Mapping[str, str]) -> dict[str, list[str]]:
+    """Find classes, type aliases and type variables whose names stand in several places, a leading underscore aside."""
     places: dict[str, list[str]] = defaultdict(list)
-    for path in sources():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(str(path.relative_to(ROOT)))
-    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+    for path, text in texts.items():
+        for name in (name for node in ast.walk(ast.parse(text)) for name in names_of(node)):
+            places[name.lstrip("_")].append(path)
+    return {name: sorted(paths) for name, paths in places.items() if len(paths) > 1}
+
+
+def names_of(node: ast.AST) -> list[str]:
+    """Return names of classes, and of values named like them: others are ``lower_case`` or ``UPPER``."""
+    if isinstance(node, ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    made = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func)
+    return [
+        target.id
+        for target in targets
+        if isinstance(target, ast.Name) and (made in VARIABLES or re.match("_?[A-Z].*[a-z]", target.id))
+    ]
+
+
+def test_a_file_name_stands_three_times_at_most() -> None:
+    names = Counter(path.name for path in sources() if not path.stem.startswith("__"))
+    assert {name: number for name, number in names.items() if number > MOST_FILES} == {}
 
 
 def sources() -> list[Path]:

@@ -22,7 +22,7 @@ from unicron_lightning.errors import CoordinatorUnproven
 from unicron_lightning.proof import (
     ANSWER_HEADER,
     MOST_CHALLENGE_BYTES,
-    Meeting,
+    Transcript,
     answer_proof,
     authorization,
     check_coordinator,
@@ -148,7 +148,7 @@ class _Opener:
             return await answer.content.read(MOST_CHALLENGE_BYTES) if answer.status == HTTPStatus.OK else b""
 
     async def _upgrade(
-        self, url: str, meeting: Meeting, secure: dict[str, Any]
+        self, url: str, meeting: Transcript, secure: dict[str, Any]
     ) -> aiohttp.ClientWebSocketResponse[Any]:
         headers = {"Authorization": authorization(self.token.secret, meeting, "GET", self.url.path)}
         opened = await self.http.ws_connect(url, headers=headers, **secure, **self.options)

@@ -49,7 +49,7 @@ _HEADER: Final = re.compile(rf"{SCHEME} ([0-9a-f]{{64}}):([0-9a-f]{{112}}):([0-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Transcript:
     """One exchange between a client and the coordinator, as both ends must see it.
 
     Attributes:
@@ -82,22 +82,22 @@ def is_nonce(text: str) -> bool:
     return _NONCE.fullmatch(text) is not None
 
 
-def coordinator_proof(secret: str, meeting: Meeting) -> str:
+def coordinator_proof(secret: str, meeting: Transcript) -> str:
     """Return the coordinator's proof, which requires the token."""
     return _code(secret, "unicron coordinator", meeting, ())
 
 
-def client_proof(secret: str, meeting: Meeting, method: str, target: str, body: bytes) -> str:
+def client_proof(secret: str, meeting: Transcript, method: str, target: str, body: bytes) -> str:
     """Return the client's proof for this request, which requires the token; ``target`` is path and query."""
     return _code(secret, "unicron client", meeting, (method, target, hashlib.sha256(body).hexdigest()))
 
 
-def answer_proof(secret: str, meeting: Meeting, status: int, body: bytes) -> str:
+def answer_proof(secret: str, meeting: Transcript, status: int, body: bytes) -> str:
     """Return the coordinator's proof for this answer, which requires the token."""
     return _code(secret, "unicron answer", meeting, (str(status), hashlib.sha256(body).hexdigest()))
 
 
-def authorization(secret: str, meeting: Meeting, method: str, target: str, body: bytes = b"") -> str:
+def authorization(secret: str, meeting: Transcript, method: str, target: str, body: bytes = b"") -> str:
     """Return the value of the header ``Authorization``."""
     proof = client_proof(secret, meeting, method, target, body)
     return f"{SCHEME} {meeting.client}:{meeting.server}:{proof}"
@@ -121,7 +121,7 @@ def same(one: str, other: str) -> bool:
 
 def check_coordinator(
     endpoint: str, token: Token, client: str, answer: bytes, dialled: str, *, forwarded: bool
-) -> Meeting:
+) -> Transcript:
     """Check the answer to the request for a challenge.
 
     Args:
@@ -137,7 +137,7 @@ def check_coordinator(
     """
     try:
         found = json.loads(answer)
-        meeting = Meeting(client=client, server=str(found["nonce"]), address=str(found["address"]))
+        meeting = Transcript(client=client, server=str(found["nonce"]), address=str(found["address"]))
         proven = same(str(found["proof"]), coordinator_proof(token.secret, meeting))
     except (ValueError, KeyError, TypeError, RecursionError):
         proven = False
@@ -185,7 +185,7 @@ class Challenges:
         """Whether a request is proven; if so, its challenge is used up."""
         if not self._open(claim, now):
             return False
-        meeting = Meeting(client=claim.client, server=claim.server, address=address)
+        meeting = Transcript(client=claim.client, server=claim.server, address=address)
         if not same(claim.proof, client_proof(secret, meeting, method, target, body)):
             return False
         self._used[claim.server] = _expiry(claim.server)
@@ -215,7 +215,7 @@ def _expiry(challenge: str) -> float:
     return int(challenge[32:48], 16) / 1e3
 
 
-def _code(secret: str, purpose: str, meeting: Meeting, rest: tuple[str, ...]) -> str:
+def _code(secret: str, purpose: str, meeting: Transcript, rest: tuple[str, ...]) -> str:
     fields = (purpose, meeting.client, meeting.server, meeting.address, *rest)
     message = b"".join(len(data := field.encode(errors="replace")).to_bytes(8, "big") + data for field in fields)
     return hmac.digest(secret.encode(), message, "sha256").hex()

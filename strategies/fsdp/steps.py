@@ -107,8 +107,8 @@ class StepRows:
         self._parallel = parallel
         self._effects = effects
         self._micro_batches = batch.micro_batches
-        self._done: dict[int, _Row] = {}
-        self._row = _Row(number=0, counts=False)
+        self._done: dict[int, _RowResult] = {}
+        self._row = _RowResult(number=0, counts=False)
         effects.begin(batch, parallel.strategy.agreed)
         self._batches = MicroBatches(parallel.strategy, batch, self._add, effects, takes_index=takes_index)
 
@@ -117,7 +117,7 @@ class StepRows:
         bucket = self._effects.norms.bucket
         for row in micro_batches:
             number, counts = self._rows.own(row)
-            self._row = self._done[row] = _Row(number=number, counts=counts)
+            self._row = self._done[row] = _RowResult(number=number, counts=counts)
             if self._rows.is_empty(row):
                 continue
             if bucket is not None:
@@ -160,7 +160,7 @@ class StepRows:
 
 
 @dataclass(kw_only=True)
-class _Row:
+class _RowResult:
     """This worker's micro-batch of a row.
 
     Attributes:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
 
-class _Standing(msgspec.Struct):
+class _RankStrands(msgspec.Struct):
     """A rank's strands, by micro-batch, and the meeting to which they have come."""
 
     strands: list[int]
@@ -96,10 +96,10 @@ class MeetingStep(GradientStep):
         return super().attempt(engine)
 
     def _own(self, engine: Engine, lost: Sequence[int]) -> list[int]:
-        own = _Standing(strands=sorted(self._strands), meeting=described(self._meeting))
+        own = _RankStrands(strands=sorted(self._strands), meeting=described(self._meeting))
         standing = msgspec.msgpack.encode(own)
         parts = gather_bytes(engine.communicator, standing, engine.tag("meeting"))
-        ranks = [msgspec.msgpack.decode(part, type=_Standing) for part in parts]
+        ranks = [msgspec.msgpack.decode(part, type=_RankStrands) for part in parts]
         check_same([each.meeting for each in ranks], self._place)
         owners = {number: rank for rank, each in reversed(list(enumerate(ranks))) for number in each.strands}
         orphans = plan_rows(lost, owners, engine.world.rank, engine.world.size)

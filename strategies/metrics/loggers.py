@@ -30,7 +30,7 @@ _KEPT: Final = 32
 """Rows: more than are logged between two collectives."""
 _COMPARED: Final = 4
 """Rows by which two ends are recognised as the same."""
-Row = tuple[dict[str, Any], int | None]
+LoggedRow = tuple[dict[str, Any], int | None]
 
 
 class _Following:
@@ -41,7 +41,7 @@ class _Following:
     """
 
     def __init__(self, own: Logger) -> None:
-        self.rows: deque[Row] = deque(maxlen=_KEPT)
+        self.rows: deque[LoggedRow] = deque(maxlen=_KEPT)
         self.ahead: deque[Mapping[str, str]] = deque()
         """Rows that the rank 0 before this one has written, and this rank has not reached yet."""
         self._log = own.log_metrics
@@ -64,7 +64,7 @@ class _Following:
         return getattr(self._log, name)
 
 
-def _row(metrics: Mapping[str, Any], step: int | None = None, **_: Any) -> Row:
+def _row(metrics: Mapping[str, Any], step: int | None = None, **_: Any) -> LoggedRow:
     return dict(metrics), step
 
 
@@ -124,8 +124,8 @@ def take_over(loggers: Sequence[Logger]) -> None:
 
 
 def lacking_and_ahead(
-    rows: Sequence[Row], written: Sequence[Mapping[str, str]]
-) -> tuple[list[Row], list[Mapping[str, str]]]:
+    rows: Sequence[LoggedRow], written: Sequence[Mapping[str, str]]
+) -> tuple[list[LoggedRow], list[Mapping[str, str]]]:
     """Compare the end of what another rank has written with this rank's newest rows.
 
     The same rows are made on all ranks, and one rank may be ahead of the other. Rows may repeat, as steps of
@@ -143,7 +143,7 @@ def lacking_and_ahead(
     return [row for row in rows if not any(_is_written(row, other) for other in written)], []
 
 
-def _fit(rows: Sequence[Row], written: Sequence[Mapping[str, str]]) -> bool:
+def _fit(rows: Sequence[LoggedRow], written: Sequence[Mapping[str, str]]) -> bool:
     """Whether the last rows of both are the same."""
     pairs = list(zip(rows[-_COMPARED:][::-1], written[-_COMPARED:][::-1], strict=False))
     return bool(pairs) and all(_is_written(row, other) for row, other in pairs)
@@ -195,7 +195,7 @@ def continued(loggers: Sequence[Logger]) -> list[CSVLogger | TensorBoardLogger |
     return [each for each in loggers if isinstance(each, kinds)]
 
 
-def _is_written(row: Row, written: Mapping[str, str]) -> bool:
+def _is_written(row: LoggedRow, written: Mapping[str, str]) -> bool:
     metrics, step = row
     return str(step) == written.get("step") and {*metrics, "step"} == {name for name, value in written.items() if value}
 

@@ -28,7 +28,7 @@ from unicron_lightning.worker.buckets import Bucket, FlatBucket
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 
-State = dict[str, Any]
+MetricState = dict[str, Any]
 """The declared states of a metric, ``_update_count``, and ``_forwarded``: whether it was called, not only updated."""
 
 GLOBAL = "_unicron_global"
@@ -70,8 +70,8 @@ class StepMetrics:
         """Start a step; optionally search the metrics again."""
         if anew:
             self.find()
-        self.recorded: dict[int, dict[str, State]] = {}
-        self._base: dict[str, State] = {}
+        self.recorded: dict[int, dict[str, MetricState]] = {}
+        self._base: dict[str, MetricState] = {}
         for metric in self.by_name.values():
             metric._forward_cache = None
 
@@ -88,14 +88,14 @@ class StepMetrics:
         for name, state in self._base.items():
             set_state(self.by_name[name], state)
 
-    def hold(self) -> dict[str, tuple[State, Any]]:
+    def hold(self) -> dict[str, tuple[MetricState, Any]]:
         """Return the present states for `put_back`, and restore those before the step."""
         self._settle_groups()
         held = {name: (_state(metric), metric._forward_cache) for name, metric in self.by_name.items()}
         self.restore()
         return held
 
-    def put_back(self, held: Mapping[str, tuple[State, Any]]) -> None:
+    def put_back(self, held: Mapping[str, tuple[MetricState, Any]]) -> None:
         """Restore what `hold` has returned."""
         for name, (state, cache) in held.items():
             set_state(self.by_name[name], state)
@@ -109,7 +109,7 @@ class StepMetrics:
             self.recorded[number] = found
         self.restore()
 
-    def commit(self, recorded: Mapping[int, Mapping[str, State]]) -> None:
+    def commit(self, recorded: Mapping[int, Mapping[str, MetricState]]) -> None:
         """Add the records of all ranks, by micro-batch."""
         for name, metric in self.by_name.items():
             states = [recorded[number][name] for number in sorted(recorded) if name in recorded[number]]
@@ -122,12 +122,12 @@ class StepMetrics:
             set_state(metric, merge_states(metric, [base, *states] if base["_update_count"] else states))
             setattr(metric, GLOBAL, True)
 
-    def states(self) -> dict[str, State]:
+    def states(self) -> dict[str, MetricState]:
         """Return the states of the metrics that have been updated."""
         self._settle_groups()
         return {name: _state(metric) for name, metric in self.by_name.items() if metric.update_called}
 
-    def load_states(self, states: Mapping[str, State]) -> None:
+    def load_states(self, states: Mapping[str, MetricState]) -> None:
         """Restore the `states` of another worker."""
         for name, metric in self.by_name.items():
             if name in states:
@@ -140,10 +140,10 @@ class StepMetrics:
             collection._compute_groups_create_state_ref()
 
 
-def merge_states(metric: Metric, states: Sequence[State]) -> State:
+def merge_states(metric: Metric, states: Sequence[MetricState]) -> MetricState:
     """Merge several updated states into one, by the metric's reductions."""
     counts = [state["_update_count"] for state in states]
-    merged: State = {"_update_count": sum(counts)}
+    merged: MetricState = {"_update_count": sum(counts)}
     reductions: dict[str, Any] = metric._reductions
     for key, reduction in reductions.items():
         default = metric._defaults[key]
@@ -166,7 +166,7 @@ def merge_states(metric: Metric, states: Sequence[State]) -> State:
     return merged
 
 
-def _state(metric: Metric) -> State:
+def _state(metric: Metric) -> MetricState:
     states = {key: getattr(metric, key) for key in metric._reductions}
     kept = {
         key: [item.detach() if isinstance(item, Tensor) else item for item in value]
@@ -179,11 +179,11 @@ def _state(metric: Metric) -> State:
 
 def empty(metric: Metric) -> None:
     """Set the state of a metric that has not been updated."""
-    defaults: State = {k: [] if isinstance(v, list) else v.clone() for k, v in metric._defaults.items()}
+    defaults: MetricState = {k: [] if isinstance(v, list) else v.clone() for k, v in metric._defaults.items()}
     set_state(metric, {**defaults, "_update_count": 0})
 
 
-def set_state(metric: Metric, state: State) -> None:
+def set_state(metric: Metric, state: MetricState) -> None:
     """Replace a metric's state."""
     for key in metric._reductions:
         value = state[key]
@@ -192,7 +192,7 @@ def set_state(metric: Metric, state: State) -> None:
     metric._computed = None
 
 
-def set_common_aside(module: nn.Module) -> dict[str, State]:
+def set_common_aside(module: nn.Module) -> dict[str, MetricState]:
     """Empty the metrics whose state is the same on every rank; return these states, by name."""
     metrics = StepMetrics(module)
     common = {name: state for name, state in metrics.states().items() if hasattr(metrics.by_name[name], GLOBAL)}
@@ -201,7 +201,9 @@ def set_common_aside(module: nn.Module) -> dict[str, State]:
     return common
 
 
-def merge_metric_states(module: nn.Module, common: Mapping[str, State], by_rank: Sequence[Mapping[str, State]]) -> None:
+def merge_metric_states(
+    module: nn.Module, common: Mapping[str, MetricState], by_rank: Sequence[Mapping[str, MetricState]]
+) -> None:
     """Set every updated metric to the state over all ranks, which `Metric.compute` then uses.
 
     Args:

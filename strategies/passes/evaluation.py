@@ -29,7 +29,7 @@ from unicron_lightning.data.streams import ENDS
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.step import ReplicaEvaluation
 from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype, merge_calls
-from unicron_lightning.strategies.metrics.sums import State, StepMetrics, merge_metric_states, set_common_aside
+from unicron_lightning.strategies.metrics.sums import MetricState, StepMetrics, merge_metric_states, set_common_aside
 from unicron_lightning.strategies.passes.loaders import evaluation_loops, order_seed
 from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
 from unicron_lightning.worker import codec
@@ -56,7 +56,7 @@ class _Pass:
         self.index = index
         self.current: int | None = None
         self.calls: dict[int, list[LogCall]] = {}
-        self.common: dict[str, State] | None = None
+        self.common: dict[str, MetricState] | None = None
         self.seen = loop._seen_batches_per_dataloader[index or 0]
 
 
@@ -191,7 +191,7 @@ class Passes:
                 calls.setdefault(number, batch_calls)
         self._replay(values, calls, current)
 
-    def _set_aside(self, current: _Pass) -> dict[str, State]:
+    def _set_aside(self, current: _Pass) -> dict[str, MetricState]:
         """Return the metrics' states from before the pass.
 
         They are needed until its first step: Lightning reads those of the loader before this one when it has a batch.

@@ -47,7 +47,7 @@ STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(kw_only=True)
-class _Place:
+class _TrackedTensor:
     """One buffer of the module, with its value at the step's start."""
 
     holder: dict[str, Any]
@@ -59,7 +59,7 @@ class _Place:
     storage: int
 
     @classmethod
-    def of(cls, holder: dict[str, Any], name: str, tensor: Tensor) -> _Place:
+    def of(cls, holder: dict[str, Any], name: str, tensor: Tensor) -> _TrackedTensor:
         """Return the place of a tensor, without a copy of its value."""
         version, storage = tensor._version, tensor.data_ptr()
         return cls(holder=holder, name=name, tensor=tensor, base=tensor.detach(), version=version, storage=storage)
@@ -129,12 +129,12 @@ class ModuleBuffers:
     """
 
     def __init__(self, module: nn.Module, *, frozen: bool = False, norms: bool = False) -> None:
-        self._buffers = [_Place.of(*found) for found in _buffers(module, norms=norms)]
-        self._parameters = [_Place.of(*found) for found in _parameters(module)] if frozen else []
-        self._places: dict[int, _Place] = {}
+        self._buffers = [_TrackedTensor.of(*found) for found in _buffers(module, norms=norms)]
+        self._parameters = [_TrackedTensor.of(*found) for found in _parameters(module)] if frozen else []
+        self._places: dict[int, _TrackedTensor] = {}
         """The places that are followed, by number; those of parameters follow those of buffers."""
         self._small: frozenset[int] = frozenset()
-        self._compared: list[_Place] = []
+        self._compared: list[_TrackedTensor] = []
         """Places of `_small` that the members do not know to change."""
         self._made: dict[int, Tensor] = {}
         """Values that the first micro-batch made in `_compared`, until they are compared."""
@@ -404,7 +404,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor
                 yield owner._parameters, name, parameter
 
 
-def _smallest(places: Mapping[int, _Place]) -> frozenset[int]:
+def _smallest(places: Mapping[int, _TrackedTensor]) -> frozenset[int]:
     """Return the numbers of the smallest places, with `SMALL_BYTES` together."""
     found, total = [], 0
     for index in sorted(places, key=lambda each: places[each].base.nbytes):

@@ -31,7 +31,7 @@ from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.shared_memory import MemoryPool, PooledMemory
 from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.operations import Agreement
-from unicron_lightning.worker.state_parts import Place, holders
+from unicron_lightning.worker.state_parts import RackAndNode, holders
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -53,7 +53,7 @@ class CheckpointLost(UnicronError):
 
 
 @dataclass
-class _Saved:
+class _SavedVersion:
     """A version, from its staging on."""
 
     path: str
@@ -81,7 +81,7 @@ class Persisting:
         self._unsteady: set[int] = set()
         """Addresses of memory that was changed while it was copied: from then on it is copied at once."""
         self._lock = threading.Lock()
-        self._saved: list[_Saved] = []
+        self._saved: list[_SavedVersion] = []
         self._last = "complete"
         """State of the newest finished version."""
         self._lost = ""
@@ -130,7 +130,7 @@ class Persisting:
             agreed = self._agree()
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
             strategy.complete(checkpoint)
-            saved = _Saved(located(path), int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
+            saved = _SavedVersion(located(path), int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
             self._number += 1
             order = WriteVersion(
                 number=self._number,
@@ -221,7 +221,7 @@ class Persisting:
 
     # ---- parts of a save
 
-    def _agree(self) -> _Agreed:
+    def _agree(self) -> _VersionAgreement:
         """Agree on the writers of a version, and tell joiners which checkpoints are to be removed.
 
         A failure may be known to some members only. The result of an operation is the same on all.
@@ -236,12 +236,12 @@ class Persisting:
             return msgspec.json.encode([own, place, checkpoints.held_parts(), removes])
 
         result = engine.run(Agreement("checkpoint_writers", about))
-        told = tuple[str, Place, list[str], list[str]]
+        told = tuple[str, RackAndNode, list[str], list[str]]
         members = [msgspec.json.decode(part, type=told) for part in unpack_parts(result)]
         workers, places, parts, removes = ([*each] for each in zip(*members, strict=True))
         named = part_writers(parts, places, self._partners)
         whole = [holders(places, part, self._partners) for part in range(len(places))]
-        return _Agreed(
+        return _VersionAgreement(
             workers=workers,
             parts=list(named) or [""] * len(places),
             holders=list(named.values()) or whole,
@@ -270,7 +270,7 @@ class Persisting:
         latest = None if control is None else control.latest
         return None if latest is None else {member.worker for member in latest.members}
 
-    def _outcome(self, saved: _Saved, digest: str, error: str) -> None:
+    def _outcome(self, saved: _SavedVersion, digest: str, error: str) -> None:
         strategy, control = self._strategy, self._strategy.engine.control
         if digest and saved.reports:
             strategy.reported.written(control, saved.path, saved.step, digest)
@@ -321,7 +321,7 @@ class Persisting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Agreed:
+class _VersionAgreement:
     """The members' agreement on a version.
 
     Attributes:

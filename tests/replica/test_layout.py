@@ -5,21 +5,22 @@ from __future__ import annotations
 import pytest
 
 from unicron_lightning.megatron.grid import Shape
-from unicron_lightning.replica.layout import ReplicaLayout, StateLost, Word, plan_layout
+from unicron_lightning.replica.layout import ReplicaLayout, ShardReport, StateLost, plan_layout
 from unicron_lightning.replica.step import FINAL, OPEN, SUMMED, CallReport, kept_calls, plan_calls
 
 SHAPE = Shape(tensor=1, pipeline=2, replicas=2)
 
 
 def founders(number: int, shape: Shape = SHAPE) -> ReplicaLayout:
-    return plan_layout(1, [Word(at=0)] * number, shape)
+    return plan_layout(1, [ShardReport(at=0)] * number, shape)
 
 
-def words(layout: ReplicaLayout, at: int = 5, *, intact: bool = True) -> list[Word]:
+def words(layout: ReplicaLayout, at: int = 5, *, intact: bool = True) -> list[ShardReport]:
     """Descriptions of an epoch's members at its end."""
     names = {rank: replica.name for replica in layout.replicas for rank in replica.members}
     return [
-        Word(shard=shard, replica=names.get(rank), intact=intact, at=at) for rank, shard in enumerate(layout.shards)
+        ShardReport(shard=shard, replica=names.get(rank), intact=intact, at=at)
+        for rank, shard in enumerate(layout.shards)
     ]
 
 
@@ -45,8 +46,8 @@ def test_a_joiner_makes_a_spare_whole_and_both_are_given_the_state() -> None:
     before = words(founders(4))
     broken = plan_layout(2, [before[0], before[2], before[3]], SHAPE)
     later = words(broken, at=9)
-    later[0] = Word(shard=0, at=5)
-    layout = plan_layout(3, [*later, Word(shard=1)], SHAPE)
+    later[0] = ShardReport(shard=0, at=5)
+    layout = plan_layout(3, [*later, ShardReport(shard=1)], SHAPE)
     assert [replica.members for replica in layout.replicas] == [(1, 2), (0, 3)]
     assert [replica.continues for replica in layout.replicas] == [True, False]
     assert layout.stale == frozenset({0, 3}) and layout.sources == (0, 0) and layout.newest == 9
@@ -65,23 +66,23 @@ def test_without_the_newest_state_of_some_shard_there_is_no_way_on() -> None:
     before = words(founders(4))
     with pytest.raises(StateLost, match="step 5"):
         plan_layout(2, [before[0], before[2]], SHAPE)
-    stale = Word(shard=1, at=4)
+    stale = ShardReport(shard=1, at=4)
     with pytest.raises(StateLost):
         plan_layout(2, [before[0], stale], SHAPE)
 
 
 def test_between_two_updates_nothing_is_copied() -> None:
     before = words(founders(4))
-    updated = [Word(shard=w.shard, replica=w.replica, at=6) for w in before[:2]]
-    ready = [Word(shard=w.shard, replica=w.replica, at=5, ready=True) for w in before[2:]]
-    layout = plan_layout(2, [*updated, *ready, Word(shard=0, at=3)], Shape(tensor=1, pipeline=2, replicas=3))
+    updated = [ShardReport(shard=w.shard, replica=w.replica, at=6) for w in before[:2]]
+    ready = [ShardReport(shard=w.shard, replica=w.replica, at=5, ready=True) for w in before[2:]]
+    layout = plan_layout(2, [*updated, *ready, ShardReport(shard=0, at=3)], Shape(tensor=1, pipeline=2, replicas=3))
     assert [replica.members for replica in layout.replicas] == [(0, 1), (2, 3)]
     assert layout.stale == frozenset() and layout.newest == 6
 
 
 def test_connections_within_a_replica_are_carried_only_if_all_its_workers_have_them() -> None:
     before = words(founders(4))
-    before[1] = Word(shard=1, replica=before[1].replica, at=5, intact=False)
+    before[1] = ShardReport(shard=1, replica=before[1].replica, at=5, intact=False)
     layout = plan_layout(2, before, SHAPE)
     assert [replica.carried for replica in layout.replicas] == [False, True]
     assert all(replica.continues for replica in layout.replicas)

@@ -9,7 +9,7 @@ import pytest
 from unicron_lightning import wire
 from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.replica.fabric import Phase, ReplicaFabric
-from unicron_lightning.replica.layout import Word
+from unicron_lightning.replica.layout import ShardReport
 
 
 class Connections:
@@ -39,7 +39,7 @@ def test_its_partners_are_let_go_but_where_they_do_not_wait(phase: Phase) -> Non
     fabric, connections = leaving(phase)
     word = fabric.about(epoch(2))
     assert connections.cuts == (phase != "reducing")
-    assert Word.from_plain(word).intact == (phase == "reducing")
+    assert ShardReport.from_plain(word).intact == (phase == "reducing")
 
 
 def test_a_planned_change_cuts_nothing() -> None:

@@ -25,7 +25,7 @@ from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.staging import Staging
 from unicron_lightning.worker.state_parts import (
     DividedState,
-    Place,
+    RackAndNode,
     holders,
     joined,
     partners_of,
@@ -95,7 +95,7 @@ def test_a_joiner_keeps_the_memory_that_it_has_received() -> None:
         restored(divided.root, large[:-1])
 
 
-def alone(nodes: Sequence[str]) -> list[Place]:
+def alone(nodes: Sequence[str]) -> list[RackAndNode]:
     """Nodes without labels of racks."""
     return [(node, node) for node in nodes]
 
@@ -122,7 +122,7 @@ def test_parts_of_shards_are_sent_only_if_no_worker_of_the_shard_is_on_another_n
         assert len(each.receivers) == 1
 
 
-RACKS: list[Place] = [("r", "a"), ("r", "b"), ("s", "c"), ("s", "d"), ("t", "e")]
+RACKS: list[RackAndNode] = [("r", "a"), ("r", "b"), ("s", "c"), ("s", "d"), ("t", "e")]
 
 
 def test_partners_are_in_other_racks() -> None:
@@ -137,7 +137,7 @@ def test_partners_are_in_other_racks() -> None:
 
 
 def test_parts_of_shards_go_to_other_racks() -> None:
-    places: list[Place] = [("r", "a"), ("r", "b"), ("s", "c"), ("s", "d")]
+    places: list[RackAndNode] = [("r", "a"), ("r", "b"), ("s", "c"), ("s", "d")]
     assert [part.holders for part in staged_parts([[0, 2], [1, 3]], places, 1)] == [(0, 2), (2, 0), (1, 3), (3, 1)]
     across = staged_parts([[0], [2], [1]], places, 1)
     assert [part.receivers for part in across] == [(2,), (1,), (2,)]

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from unicron_lightning import environ, wire
 from unicron_lightning.agent.checks import HealthWatch, Prober
@@ -32,7 +32,7 @@ from unicron_lightning.agent.coordinator_session import CoordinatorSession, Sess
 from unicron_lightning.agent.embedded import EmbeddedCoordinator
 from unicron_lightning.agent.injection import AgentFaults
 from unicron_lightning.agent.options import AgentOptions
-from unicron_lightning.agent.round_view import RoundView, SharedView, call, registration
+from unicron_lightning.agent.round_view import PickedT, RoundView, SharedView, call, registration
 from unicron_lightning.agent.workers.inspection import Deaths, Inspector
 from unicron_lightning.agent.workers.local_socket import LocalHooks, LocalServer
 from unicron_lightning.agent.workers.memory import AgentMemory
@@ -45,8 +45,6 @@ from unicron_lightning.errors import ConfigError, SessionRefused, UnicronError
 from unicron_lightning.private_files import make_private, user_path
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 TICK_SECONDS: Final = 0.25
 DEFAULT_WORKER_TIMEOUT: Final = 10.0  # seconds, until the coordinator's value is known
@@ -141,7 +139,7 @@ class AgentThread:
         """[main thread] Report the number of workers that torchelastic is about to start."""
         self._call(self._announce_local_world, size)
 
-    def wait(self, pick: Callable[[RoundView], T | None], seconds: float | None = None) -> T | None:
+    def wait(self, pick: Callable[[RoundView], PickedT | None], seconds: float | None = None) -> PickedT | None:
         """[main thread] Wait for a condition of the view; see `SharedView.wait`."""
         return self._shared.wait(pick, seconds)
 

@@ -17,7 +17,7 @@ from unicron_lightning.agent.options import AgentOptions
 from unicron_lightning.agent.workers.roster import Roster
 from unicron_lightning.errors import UnicronError
 
-T = TypeVar("T")
+PickedT = TypeVar("PickedT")
 
 _WAIT_SECONDS: Final = 0.2
 
@@ -61,7 +61,7 @@ class SharedView:
             self._now = replace(self._now, **changes)
             self._changed.notify_all()
 
-    def wait(self, pick: Callable[[RoundView], T | None], seconds: float | None = None) -> T | None:
+    def wait(self, pick: Callable[[RoundView], PickedT | None], seconds: float | None = None) -> PickedT | None:
         """Wait until ``pick`` returns a value from the view; None after ``seconds``.
 
         Raises:

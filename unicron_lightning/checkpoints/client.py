@@ -24,8 +24,8 @@ from unicron_lightning.checkpoints.messages import (
     Channel,
     FromWriter,
     LeaveUntraced,
-    ToWorker,
     VersionFailed,
+    VersionOutcome,
     VersionWritten,
     WriterEnds,
     WriterReady,
@@ -276,7 +276,7 @@ class WriterProcess:
         else:
             self._take(message)
 
-    def _take(self, message: ToWorker) -> None:
+    def _take(self, message: VersionOutcome) -> None:
         """Finish a version by its outcome."""
         version = self._versions.get(message.number)
         self._left = self._left or isinstance(message, VersionFailed)

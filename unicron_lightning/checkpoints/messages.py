@@ -121,8 +121,8 @@ class VersionOver(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
 
 
 ToWriter = WriteVersion | WritersGone | WriterEnds | LeaveUntraced
-ToWorker = VersionWritten | VersionFailed | VersionOver
-FromWriter = ToWorker | WriterReady
+VersionOutcome = VersionWritten | VersionFailed | VersionOver
+FromWriter = VersionOutcome | WriterReady
 
 
 class Channel:

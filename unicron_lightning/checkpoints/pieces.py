@@ -27,7 +27,7 @@ from unicron_lightning.checkpoints.messages import StagedPart, StagedTensor, Wri
 from unicron_lightning.checkpoints.storage import DATA_SUFFIX, VersionStorage
 from unicron_lightning.shared_memory import MemoryPool, PooledMemory
 from unicron_lightning.worker.codec import pack_parts
-from unicron_lightning.worker.state_parts import Place, apart, following
+from unicron_lightning.worker.state_parts import RackAndNode, apart, following
 
 ALIGNMENT: Final = 64
 """Bytes to which each piece is aligned in shared memory."""
@@ -107,7 +107,7 @@ def blocks(shape: Sequence[int], start: int, end: int) -> list[tuple[tuple[int, 
     ]
 
 
-def part_writers(held: Sequence[Sequence[str]], places: Sequence[Place], partners: int) -> dict[str, list[int]]:
+def part_writers(held: Sequence[Sequence[str]], places: Sequence[RackAndNode], partners: int) -> dict[str, list[int]]:
     """Return the ranks that copy each part, in the order in which they are to write it.
 
     The first writer is one that names the part first. Among several, as the replicas of a shard are, each begins some.

@@ -36,9 +36,9 @@ from unicron_lightning.checkpoints.messages import (
     HOLDERS_LOST,
     Channel,
     LeaveUntraced,
-    ToWorker,
     ToWriter,
     VersionFailed,
+    VersionOutcome,
     VersionOver,
     VersionWritten,
     WriterReady,
@@ -98,7 +98,7 @@ class WritingVersion:
         """Learn that ranks are no longer members."""
         self._gone.update(ranks)
 
-    def advance(self) -> ToWorker | None:
+    def advance(self) -> VersionOutcome | None:
         """Do what is due now; return the outcome once it is known."""
         try:
             return self._advance()
@@ -110,7 +110,7 @@ class WritingVersion:
                 return VersionOver(number=self.order.number)
             return self._fail(f"rank {self.order.rank}: {error}")
 
-    def _advance(self) -> ToWorker | None:
+    def _advance(self) -> VersionOutcome | None:
         order, storage = self.order, self._storage
         if order.error:
             return self._fail(f"rank {order.rank}: {order.error}")
@@ -300,9 +300,9 @@ class Versions:
         """Wait for no present version of which there is no trace, and to which this writer has nothing to add."""
         self._untraced = max(self._versions, default=0)
 
-    def advance(self) -> list[ToWorker]:
+    def advance(self) -> list[VersionOutcome]:
         """Do what is due now; return the outcomes that are known since."""
-        outcomes: list[ToWorker] = []
+        outcomes: list[VersionOutcome] = []
         self._failed = [version for version in self._failed if not version.forget()]
         for number, version in list(self._versions.items()):
             outcome = version.advance()

@@ -29,7 +29,7 @@ from unicron_lightning.proof import (
     ANSWER_HEADER,
     MOST_CHALLENGE_BYTES,
     MOST_REQUEST_BYTES,
-    Meeting,
+    Transcript,
     answer_proof,
     authorization,
     check_coordinator,
@@ -210,7 +210,9 @@ def _connection(endpoint: str, trust: Trust) -> tuple[http.client.HTTPConnection
     return http.client.HTTPSConnection(host, parts.port, timeout=_TIMEOUT_SECONDS, context=context), certificate
 
 
-def _meet(connection: http.client.HTTPConnection, endpoint: str, access: Access, certificate: Certificate) -> Meeting:
+def _meet(
+    connection: http.client.HTTPConnection, endpoint: str, access: Access, certificate: Certificate
+) -> Transcript:
     client = new_nonce()
     connection.request("GET", f"/v1/challenge?nonce={client}")
     dialled = certificate.name if access.trust.encrypted else address_of(connection.sock.getpeername())

@@ -37,7 +37,7 @@ from unicron_lightning.wire.fields import counted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SavedTime:
     """What an incident cost, and would have cost with a restart from the newest checkpoint; seconds of the whole task.
 
     Attributes:
@@ -90,7 +90,7 @@ class TaskStory:
     bills: Sequence[Mapping[str, Any]]
     start_up: float | None
     lost: Mapping[str, float]
-    saved: Sequence[Saved]
+    saved: Sequence[SavedTime]
     recomputed: int
 
     @property
@@ -183,11 +183,11 @@ def _saved(
     first_step: float | None,
     start_up: float | None,
     lives: Sequence[float],
-) -> Saved:
+) -> SavedTime:
     fault, stepped = bill["fault_at"], bill["stepped_at"] or bill["closed_at"] or float("inf")
     place = bisect_right(saves, fault)
     since = saves[place - 1] if place else fault if first_step is None else first_step
-    return Saved(
+    return SavedTime(
         incident=bill["incident"],
         transition=bill["phases"]["transition"]["seconds"],
         repeated=max(0.0, fault - since),

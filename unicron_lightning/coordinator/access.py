@@ -59,7 +59,7 @@ from unicron_lightning.proof import (
     ANSWER_HEADER,
     MOST_REQUEST_BYTES,
     Challenges,
-    Meeting,
+    Transcript,
     answer_proof,
     coordinator_proof,
     is_nonce,
@@ -583,7 +583,7 @@ def foreign(origin: str | None, site: str | None, *, scheme: str, host: str) -> 
 
 _OPEN: Final = ("/healthz", "/v1/challenge")
 _METRICS: Final = "/metrics"
-_MEETING: Final = web.RequestKey("unicron-meeting", Meeting)
+_MEETING: Final = web.RequestKey("unicron-meeting", Transcript)
 
 
 class Guard:
@@ -658,7 +658,7 @@ class Guard:
         if address is None:
             return web.json_response({"error": "the connection is closed"}, status=400)
         server = self._challenges.issue(client, time.monotonic())
-        meeting = Meeting(client=client, server=server, address=address)
+        meeting = Transcript(client=client, server=server, address=address)
         proof = coordinator_proof(self._secret, meeting)
         return web.json_response({"nonce": server, "address": meeting.address, "proof": proof})
 
@@ -680,7 +680,7 @@ class Guard:
         ):
             return False
         self.proven.add(request.transport)
-        request[_MEETING] = Meeting(client=claim.client, server=claim.server, address=address)
+        request[_MEETING] = Transcript(client=claim.client, server=claim.server, address=address)
         return True
 
     async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:

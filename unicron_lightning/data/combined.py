@@ -258,13 +258,13 @@ def loader_of_device(
             order.indices(*order.place(epoch, 0))  # a sampler of the user draws numbers, once in an epoch
     settings = settings_of(loader, device, order.devices, workers)
     settings["persistent_workers"] = loader.persistent_workers and settings["num_workers"] > 0
-    batches = _Batches(order, epoch, device, single=loader.batch_sampler is None)
+    batches = _DeviceBatches(order, epoch, device, single=loader.batch_sampler is None)
     if loader.batch_sampler is None:
         return DataLoader(loader.dataset, batch_size=None, sampler=batches, **settings)
     return DataLoader(loader.dataset, batch_sampler=batches, **settings)
 
 
-class _Batches:
+class _DeviceBatches:
     """Data set indices of a device's batches: a sampler.
 
     Args:

@@ -14,25 +14,25 @@ from typing import Any, TypeVar
 from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from unicron_lightning.data.order import DataOrder, PartOrder, Place
+from unicron_lightning.data.order import DataOrder, MicroBatchId, PartOrder
 from unicron_lightning.data.seeding import place_seed, preserved, seed_all
 
-T = TypeVar("T")
-Ahead = Callable[[Place], Iterator[Place]]
+ItemT = TypeVar("ItemT")
+Ahead = Callable[[MicroBatchId], Iterator[MicroBatchId]]
 """Yields the places that this rank expects to need, from a given place on, in order."""
 
 
-def _as_it_is(item: T) -> T:
+def _as_it_is(item: ItemT) -> ItemT:
     return item
 
 
-class _MicroBatches(Dataset[Any]):
+class _MicroBatchItems(Dataset[Any]):
     """The user's data set, ``users``, with whole micro-batches as items; picklable, for worker processes."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], batched: bool, seed: int) -> None:
         self.users, self._collate, self._batched, self._seed = dataset, collate, batched, seed
 
-    def __getitem__(self, request: tuple[Place, list[int]]) -> tuple[Place, Any]:
+    def __getitem__(self, request: tuple[MicroBatchId, list[int]]) -> tuple[MicroBatchId, Any]:
         place, indices = request
         seed_all(place_seed(self._seed, *place))  # makes augmentation independent of the process that performs it
         if not self._batched:
@@ -54,7 +54,7 @@ class _InitWorker:
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
-        assert info is not None and isinstance(info.dataset, _MicroBatches)
+        assert info is not None and isinstance(info.dataset, _MicroBatchItems)
         object.__setattr__(info, "dataset", info.dataset.users)  # it refuses assignments
         if self._init is not None:
             self._init(worker)
@@ -73,13 +73,13 @@ class Fetcher:
     def __init__(self, loader: DataLoader[Any], order: DataOrder | PartOrder, seed: int, ahead: Ahead) -> None:
         self._order = order
         self._ahead = ahead
-        self._items = _MicroBatches(
+        self._items = _MicroBatchItems(
             loader.dataset, loader.collate_fn, batched=loader.batch_sampler is not None, seed=seed
         )
-        self._start: Place = (0, 0, 0)
-        self._requested: set[Place] = set()
-        self._ready: dict[Place, Any] = {}
-        self._iterator: Iterator[tuple[Place, Any]] | None = None
+        self._start: MicroBatchId = (0, 0, 0)
+        self._requested: set[MicroBatchId] = set()
+        self._ready: dict[MicroBatchId, Any] = {}
+        self._iterator: Iterator[tuple[MicroBatchId, Any]] | None = None
         self._loader: DataLoader[Any] | None = None
         if loader.num_workers > 0:
             self._loader = DataLoader(
@@ -96,7 +96,7 @@ class Fetcher:
                 persistent_workers=loader.persistent_workers,
             )
 
-    def get(self, place: Place) -> Any:
+    def get(self, place: MicroBatchId) -> Any:
         """The collated micro-batch at ``place``."""
         if self._loader is None:
             return self._fetch_here(place)
@@ -121,7 +121,7 @@ class Fetcher:
         self._iterator = None
         self._ready = {}
 
-    def drop_before(self, place: Place) -> None:
+    def drop_before(self, place: MicroBatchId) -> None:
         """Drop micro-batches before ``place``, which other ranks have computed."""
         self._ready = {p: batch for p, batch in self._ready.items() if p >= place}
 
@@ -133,11 +133,11 @@ class Fetcher:
             iterator._shutdown_workers()
         self._loader = None
 
-    def _fetch_here(self, place: Place) -> Any:
+    def _fetch_here(self, place: MicroBatchId) -> Any:
         with preserved():
             return self._items[(place, self._order.indices(*place))][1]
 
-    def _requests(self) -> Iterator[tuple[Place, list[int]]]:
+    def _requests(self) -> Iterator[tuple[MicroBatchId, list[int]]]:
         for place in self._ahead(self._start):
             self._requested.add(place)
             yield place, self._order.indices(*place)
@@ -157,13 +157,13 @@ class CombinedFetcher:
         self._fetchers = fetchers
         self._structure = structure
 
-    def get(self, place: Place) -> Any:
+    def get(self, place: MicroBatchId) -> Any:
         """The collated micro-batch at ``place``; None for a loader that has ended."""
         pairs = zip(self._orders, self._fetchers, strict=True)
         batches = [fetcher.get(place) if own.has(place) else None for own, fetcher in pairs]
         return tree_unflatten(batches, self._structure)
 
-    def drop_before(self, place: Place) -> None:
+    def drop_before(self, place: MicroBatchId) -> None:
         """Drop micro-batches before ``place``."""
         for fetcher in self._fetchers:
             fetcher.drop_before(place)

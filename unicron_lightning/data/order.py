@@ -34,7 +34,7 @@ from torch.utils.data import (
 from unicron_lightning.data.seeding import seeded
 from unicron_lightning.errors import ConfigError
 
-Place = tuple[int, int, int]
+MicroBatchId = tuple[int, int, int]
 """Epoch, step within the epoch, micro-batch within the step."""
 
 
@@ -111,7 +111,7 @@ class EpochOrder(ABC):
         """Micro-batches of a round: one for each device of the declared world."""
         return self.shape.devices
 
-    def place(self, epoch: int, number: int) -> Place:
+    def place(self, epoch: int, number: int) -> MicroBatchId:
         """The place of a micro-batch that is counted from the start of the epoch."""
         return epoch, *divmod(number, self.shape.of(epoch).micro_batches)
 
@@ -200,9 +200,9 @@ class DataOrder(EpochOrder):
             with self._fixed(self._sampler, epoch):
                 items = list(self._sampler)
             if not all(isinstance(item, int) for item in items):
-                return _Cut(items, self._batch_size, self.shape.devices, self.num_micro_batches(epoch))
+                return _DividedOrder(items, self._batch_size, self.shape.devices, self.num_micro_batches(epoch))
             order = torch.tensor(items)
-        return _Cut(order, self._batch_size, self.shape.devices, self.num_micro_batches(epoch))
+        return _DividedOrder(order, self._batch_size, self.shape.devices, self.num_micro_batches(epoch))
 
     def _is_permutation(self) -> bool:
         """Whether the order is `DistributedSampler`'s of (seed, epoch)."""
@@ -282,7 +282,7 @@ class PartOrder:
         self._order = order
         self._batch = batch
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: MicroBatchId) -> bool:
         """Whether the loader has a batch in a micro-batch."""
         return self._batch(*place) is not None
 
@@ -297,7 +297,7 @@ def number_of(mode: str, numbers: Sequence[float]) -> float:
     return min(numbers) if mode == "min_size" else max(numbers)
 
 
-class _Cut(Sequence[list[int]]):
+class _DividedOrder(Sequence[list[int]]):
     """An order divided into micro-batches on demand: device ``r`` of a round takes every W-th sample of the round."""
 
     def __init__(self, order: Any, batch_size: int, devices: int, number: int) -> None:

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from unicron_lightning.data.fetch import MakeFetcher
 from unicron_lightning.data.loader import InPlace
-from unicron_lightning.data.order import EpochOrder, Place
+from unicron_lightning.data.order import EpochOrder, MicroBatchId
 from unicron_lightning.data.streams import ENDS, StreamChanged, StreamOpener, StreamReader
 from unicron_lightning.worker.rows import ReportSum, plan_rows, share_streams
 
@@ -131,7 +131,7 @@ class IndexedBatches:
         """Stop the worker processes."""
         self._fetcher.close()
 
-    def _ahead(self, start: Place) -> Iterator[Place]:
+    def _ahead(self, start: MicroBatchId) -> Iterator[MicroBatchId]:
         places = (self._order.place(self._epoch, number) for number, _ in self._planned)
         return (place for place in places if place >= start)
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from unicron_lightning.data.fetch import Fetcher, MakeFetcher
 from unicron_lightning.data.loader import GlobalBatch, InPlace, TrainedInPlace
-from unicron_lightning.data.order import DataOrder, EpochOrder, Place, StepShape
+from unicron_lightning.data.order import DataOrder, EpochOrder, MicroBatchId, StepShape
 from unicron_lightning.data.streams import Streams
 
 
@@ -179,11 +179,11 @@ class IndexedSteps(Steps):
         most = self.shape.of(epoch).micro_batches
         return range(max(0, min(most, self._size(epoch) - step * most)))
 
-    def _place(self, epoch: int, step: int, micro_batch: int) -> Place:
+    def _place(self, epoch: int, step: int, micro_batch: int) -> MicroBatchId:
         """The place of a micro-batch in the order."""
         return self._order.place(epoch, step * self.shape.of(epoch).micro_batches + micro_batch)
 
-    def _ahead(self, start: Place) -> Iterator[Place]:
+    def _ahead(self, start: MicroBatchId) -> Iterator[MicroBatchId]:
         epoch, *within = start
         number = within[0] * self._order.shape.of(epoch).micro_batches + within[1]
         for step in range(number // self.shape.of(epoch).micro_batches, self.number(epoch)):

@@ -30,7 +30,7 @@ from unicron_lightning.cli.client import Access, fetch, quoted
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 from unicron_lightning.local_cluster import processes
-from unicron_lightning.local_cluster.processes import Processes, free_port, kill, tied
+from unicron_lightning.local_cluster.processes import ProbedT, Processes, free_port, kill, tied
 from unicron_lightning.private_files import RECORD
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,6 @@ class Proxy:
                 one.close()
 
 
-T = TypeVar("T")
 C = TypeVar("C", bound="LocalCluster")
 
 _HOST: Final = "127.0.0.1"
@@ -473,7 +472,7 @@ class LocalCluster:
 
     # ---- waits
 
-    def until(self, what: str, probe: Callable[[], T | None], seconds: float = 120.0) -> T:
+    def until(self, what: str, probe: Callable[[], ProbedT | None], seconds: float = 120.0) -> ProbedT:
         """Wait until ``probe`` returns a true value, and return it.
 
         Raises:

@@ -21,7 +21,7 @@ import psutil  # type: ignore[import-untyped]
 from unicron_lightning import environ
 from unicron_lightning.private_files import open_private
 
-T = TypeVar("T")
+ProbedT = TypeVar("ProbedT")
 
 MARK: Final = "UNICRON_LOCAL_CLUSTER"
 """Environment variable of every process of a group, with the group's identity; descendants inherit it."""
@@ -44,7 +44,9 @@ def free_port() -> int:
         return first
 
 
-def until(what: str, probe: Callable[[], T | None], seconds: float = 60.0, *, poll_seconds: float = 0.02) -> T:
+def until(
+    what: str, probe: Callable[[], ProbedT | None], seconds: float = 60.0, *, poll_seconds: float = 0.02
+) -> ProbedT:
     """Wait until ``probe`` returns a true value, and return it.
 
     Raises:

@@ -215,7 +215,7 @@ def _is_of_first_replica(each: ShardedTensor | ShardedObject) -> bool:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _PlacedChunk:
     """A part of a parameter that is a tensor of the checkpoint, or a chunk of one.
 
     Attributes:
@@ -227,20 +227,22 @@ class _Place:
     chunk: ShardedTensor
 
 
-def _placed(model: Mapping[str, Any], chosen: Callable[[ShardedTensor], bool]) -> dict[nn.Parameter, list[_Place]]:
+def _placed(
+    model: Mapping[str, Any], chosen: Callable[[ShardedTensor], bool]
+) -> dict[nn.Parameter, list[_PlacedChunk]]:
     """Return the chosen places of each parameter.
 
     Raises:
         ValueError: a part of a parameter is not a view of adjacent elements.
     """
-    found: dict[nn.Parameter, list[_Place]] = {}
+    found: dict[nn.Parameter, list[_PlacedChunk]] = {}
     for each in nested_values(model):
         if isinstance(each, ShardedObject):
             continue
         chunks: Iterable[ShardedTensor] = [each]
         if isinstance(each, ShardedTensorFactory):
             chunks = nested_values(each.build())
-        found[each.data] = [_Place(_start(chunk, each.data), chunk) for chunk in chunks if chosen(chunk)]
+        found[each.data] = [_PlacedChunk(_start(chunk, each.data), chunk) for chunk in chunks if chosen(chunk)]
     return found
 
 
@@ -255,7 +257,7 @@ def _ranges(
     pieces: Sequence[Piece],
     data: Tensor,
     parameters: Sequence[nn.Parameter],
-    placed: Mapping[nn.Parameter, Sequence[_Place]],
+    placed: Mapping[nn.Parameter, Sequence[_PlacedChunk]],
 ) -> Iterator[HeldTensor]:
     """Describe ranges of the optimizer's state, with their values [3, elements]."""
     position = 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted
 
-_State = Literal["local", "held", "reduced"]
+_SumsState = Literal["local", "held", "reduced"]
 
 
 class MainGradients:
@@ -34,7 +34,7 @@ class MainGradients:
         self._ddp = ddp
         self._replicas = replicas
         self._overlap = bool(ddp.ddp_config.overlap_grad_reduce)
-        self._state: _State = "local"
+        self._state: _SumsState = "local"
         self._armed = False
         self._failure: str | None = None
         self.rebind()

@@ -39,7 +39,7 @@ from unicron_lightning.replica.mirror import (
 )
 from unicron_lightning.worker.communication.communicator import gather_rows
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.state_parts import Place
+from unicron_lightning.worker.state_parts import RackAndNode
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -471,7 +471,7 @@ class ShardKeeper:
         )
 
 
-def _place(engine: Engine) -> Place:
+def _place(engine: Engine) -> RackAndNode:
     """Return this worker's rack and node."""
     world = engine.world
     return world.places[world.rank] if world.nodes else ("", "")

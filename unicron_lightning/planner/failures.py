@@ -37,9 +37,9 @@ from functools import cached_property
 from typing import Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
+from unicron_lightning.planner.arrays import FloatArray
+
 SECONDS_PER_HOUR: Final = 3600.0
 _RELATIVE_ERROR: Final = 1e-15
 _TINY: Final = 1e-300

@@ -22,8 +22,7 @@ import numpy as np
 from unicron_lightning.terms import Terms
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from unicron_lightning.planner.arrays import FloatArray, IntArray
     from unicron_lightning.planner.performance.model import PerformanceModel
 
 
@@ -121,9 +120,9 @@ class Curve:
     task: PlanTask
     unit: int
     num_workers: int
-    workers: NDArray[np.int64] = field(repr=False)
-    waf: NDArray[np.float64] = field(repr=False)
-    layouts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False)
+    workers: IntArray = field(repr=False)
+    waf: FloatArray = field(repr=False)
+    layouts: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False)
     _looked_up: dict[int, float] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod

@@ -284,7 +284,7 @@ class PlanTable:
     def of(cls, state: ClusterState) -> PlanTable:
         """Make the plans for all foreseen events in ``state``."""
         groups = defaultdict(list)
-        for case in [_Case.of(state, event) for event in foreseen(state)]:
+        for case in [_EventCase.of(state, event) for event in foreseen(state)]:
             groups[case.key].append(case)
         plans = dict(pair for group in groups.values() for pair in _solve_together(state, group))
         return cls(fingerprint=state.fingerprint, plans=MappingProxyType(plans))
@@ -318,7 +318,7 @@ def _knows(state: ClusterState, num_workers: int) -> bool:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Case:
+class _EventCase:
     """An event and its consequences."""
 
     event: Event
@@ -326,7 +326,7 @@ class _Case:
     paused: tuple[str, ...]
 
     @classmethod
-    def of(cls, state: ClusterState, event: Event) -> _Case:
+    def of(cls, state: ClusterState, event: Event) -> _EventCase:
         after = state.after(event)
         return cls(event=event, state=after, paused=must_pause(after))
 
@@ -370,7 +370,7 @@ def _column(state: ClusterState, index: int, paused: tuple[str, ...], price: int
     return made if len(made.units) else NOTHING
 
 
-def _solve_together(state: ClusterState, cases: list[_Case]) -> list[tuple[Event, Plan]]:
+def _solve_together(state: ClusterState, cases: list[_EventCase]) -> list[tuple[Event, Plan]]:
     """The plan for each case of a group."""
     columns = _shared_columns(state, cases, cases[0].price)
     variants = [case.variant(state.names) for case in cases]
@@ -381,7 +381,7 @@ def _solve_together(state: ClusterState, cases: list[_Case]) -> list[tuple[Event
     ]
 
 
-def _shared_columns(state: ClusterState, cases: list[_Case], price: int) -> list[Column]:
+def _shared_columns(state: ClusterState, cases: list[_EventCase], price: int) -> list[Column]:
     """The columns shared by the cases of a group: each task's options without an event of its own."""
     if cases[0].state.num_workers == state.num_workers:
         return [_column(state, index, cases[0].paused, price) for index in range(len(state.names))]

@@ -28,7 +28,7 @@ from typing_extensions import Self, override
 
 from unicron_lightning import wire
 from unicron_lightning.replica.channels import Channels, PeerGroup, Topology
-from unicron_lightning.replica.layout import ReplicaLayout, ReplicaShape, StateLost, Word, plan_layout
+from unicron_lightning.replica.layout import ReplicaLayout, ReplicaShape, ShardReport, StateLost, plan_layout
 from unicron_lightning.worker.communication.communicator import (
     Communicator,
     CommunicatorAborted,
@@ -174,10 +174,10 @@ class FabricShape(ReplicaShape, Protocol):
         """The same number of workers in another layout, as ordered by an operator."""
 
 
-_Shape = TypeVar("_Shape", bound=FabricShape)
+FabricShapeT = TypeVar("FabricShapeT", bound=FabricShape)
 
 
-class ReplicaFabric(Generic[_Shape]):
+class ReplicaFabric(Generic[FabricShapeT]):
     """Implements `worker.engine.Fabric`.
 
     Args:
@@ -195,7 +195,7 @@ class ReplicaFabric(Generic[_Shape]):
         channels: those of the newest epoch entered; None for spares.
     """
 
-    def __init__(self, shape: _Shape, *, copies: int | None = None) -> None:
+    def __init__(self, shape: FabricShapeT, *, copies: int | None = None) -> None:
         self.shape = shape
         self._copies = copies
         self.built = self.ordered = False
@@ -230,7 +230,7 @@ class ReplicaFabric(Generic[_Shape]):
         quiet = self.phase == "reducing" or epoch.kind in wire.PLANNED
         if not quiet:
             self.cut()
-        word = Word(
+        word = ShardReport(
             shard=self.shard,
             replica=self._entered,
             intact=self.intact,
@@ -248,7 +248,7 @@ class ReplicaFabric(Generic[_Shape]):
         worker.
         """
         rank = next(i for i, member in enumerate(epoch.members) if member.worker == self._worker)
-        words = [Word.from_plain(about) for about in abouts]
+        words = [ShardReport.from_plain(about) for about in abouts]
         try:
             layout = plan_layout(epoch.number, words, self.shape)
         except StateLost as error:
@@ -290,7 +290,7 @@ class ReplicaFabric(Generic[_Shape]):
             if (other := control.welcome.layout) is not None:
                 self.shape, self.ordered = self.shape.relaid(other), True
         else:
-            layout = plan_layout(0, [Word(at=0)], self.shape)
+            layout = plan_layout(0, [ShardReport(at=0)], self.shape)
             self.place, self.shard = EpochPlace(epoch=0, rank=0, layout=layout, members=("",)), 0
 
     @property

@@ -31,7 +31,7 @@ class ReplicaShape(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Word:
+class ShardReport:
     """A worker's description of itself.
 
     Attributes:
@@ -55,7 +55,7 @@ class Word:
         return list(astuple(self))
 
     @classmethod
-    def from_plain(cls, data: Sequence[Any]) -> Word:
+    def from_plain(cls, data: Sequence[Any]) -> ShardReport:
         """The description from the result of `plain`."""
         shard, replica, intact, at, ready, built = data
         return cls(shard=shard, replica=replica, intact=intact, at=at, ready=ready, built=built)
@@ -114,7 +114,7 @@ class ReplicaLayout:
         return lacking
 
 
-def plan_layout(epoch: int, words: Sequence[Word], shape: ReplicaShape) -> ReplicaLayout:
+def plan_layout(epoch: int, words: Sequence[ShardReport], shape: ReplicaShape) -> ReplicaLayout:
     """Assign each member its part.
 
     Args:
@@ -155,7 +155,7 @@ def plan_layout(epoch: int, words: Sequence[Word], shape: ReplicaShape) -> Repli
     )
 
 
-def _shards(words: Sequence[Word], shape: ReplicaShape) -> list[int]:
+def _shards(words: Sequence[ShardReport], shape: ReplicaShape) -> list[int]:
     """Founders take shards in rank order, so that a replica's workers are neighbours."""
     founders, shards = 0, []
     for word in words:
@@ -168,7 +168,7 @@ def _shards(words: Sequence[Word], shape: ReplicaShape) -> list[int]:
 
 
 def _whole(
-    words: Sequence[Word], shards: Sequence[int], shape: ReplicaShape, fresh: set[int]
+    words: Sequence[ShardReport], shards: Sequence[int], shape: ReplicaShape, fresh: set[int]
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Earlier replicas with all workers present, oldest first."""
     named: dict[str, dict[int, int]] = {}

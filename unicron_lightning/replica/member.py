@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from unicron_lightning.replica.channels import Channels
-from unicron_lightning.replica.fabric import FabricShape, ReplicaFabric, run_released
+from unicron_lightning.replica.fabric import FabricShapeT, ReplicaFabric, run_released
 from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
@@ -206,11 +206,10 @@ def send_shard(channels: Channels, data: bytes | None, source: int) -> bytes:
     return buffer.numpy().tobytes()
 
 
-_Shape = TypeVar("_Shape", bound=FabricShape)
 _Model = TypeVar("_Model", bound=ReplicaModel)
 
 
-class ReplicaMember(Generic[_Shape, _Model]):
+class ReplicaMember(Generic[FabricShapeT, _Model]):
     """Brings this worker's shard of the model into each epoch.
 
     Args:
@@ -220,7 +219,10 @@ class ReplicaMember(Generic[_Shape, _Model]):
     """
 
     def __init__(
-        self, fabric: ReplicaFabric[_Shape], connect: Callable[[_Model, Channels], None], leave: Callable[[], None]
+        self,
+        fabric: ReplicaFabric[FabricShapeT],
+        connect: Callable[[_Model, Channels], None],
+        leave: Callable[[], None],
     ) -> None:
         self.fabric = fabric
         self._connect = connect

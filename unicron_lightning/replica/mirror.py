@@ -37,7 +37,7 @@ from torch import Tensor
 
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.worker.communication.communicator import Communicator, Handle, SoloCommunicator, gather_bytes
-from unicron_lightning.worker.state_parts import Place, apart, following
+from unicron_lightning.worker.state_parts import RackAndNode, apart, following
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -214,7 +214,7 @@ class Redundancy:
             raise ConfigError(f"copies={self.copies}: expected 0 or more")
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class HoldingsReport(msgspec.Struct, frozen=True, kw_only=True):
     """A member's report to the others of the group."""
 
     holdings: tuple[Holding, ...]
@@ -224,7 +224,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Its shard in its present layout."""
     groups: dict[int, int]
     """Optimizer group of each parameter, as far as known."""
-    place: Place
+    place: RackAndNode
 
 
 @dataclass(kw_only=True)
@@ -281,7 +281,7 @@ class Mirror:
         place: of this rank; copies go to other racks first, then to other nodes.
     """
 
-    def __init__(self, optimizer: MirroredOptimizer, redundancy: Redundancy, place: Place = ("", "")) -> None:
+    def __init__(self, optimizer: MirroredOptimizer, redundancy: Redundancy, place: RackAndNode = ("", "")) -> None:
         self._optimizer = optimizer
         self._redundancy = redundancy
         self.place = place
@@ -289,7 +289,7 @@ class Mirror:
         self._layout = 0
         self._steps: dict[int, float] = {}
         self._groups: dict[int, int] = {}
-        self._surveyed: list[Report] = []
+        self._surveyed: list[HoldingsReport] = []
         self._ring: Ring | None = None
         self._exchange: Exchange | SoloCommunicator | None = None
 
@@ -413,9 +413,9 @@ class Mirror:
         self._stored = [stored for stored in self._stored if stored.holding.version == version]
         self._arrange(layouts, [report.place for report in self._surveyed])
 
-    def _gather(self, exchange: Exchange | SoloCommunicator, holdings: tuple[Holding, ...]) -> list[Report]:
+    def _gather(self, exchange: Exchange | SoloCommunicator, holdings: tuple[Holding, ...]) -> list[HoldingsReport]:
         self._exchange = exchange
-        mine = Report(
+        mine = HoldingsReport(
             holdings=holdings,
             steps=self._steps,
             pieces=self._optimizer.pieces,
@@ -423,9 +423,9 @@ class Mirror:
             place=self.place,
         )
         told = gather_bytes(exchange, msgspec.json.encode(mine), "optimizer shards")
-        return [msgspec.json.decode(report, type=Report) for report in told]
+        return [msgspec.json.decode(report, type=HoldingsReport) for report in told]
 
-    def _arrange(self, layouts: list[tuple[Piece, ...]], places: list[Place]) -> None:
+    def _arrange(self, layouts: list[tuple[Piece, ...]], places: list[RackAndNode]) -> None:
         """Adopt a layout. Stored copies of older layouts stay until a version is complete in this one."""
         assert self._exchange is not None
         ranks, copies = range(len(layouts)), self._redundancy.copies

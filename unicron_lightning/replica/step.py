@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from typing_extensions import override
@@ -39,10 +39,7 @@ from unicron_lightning.worker.agreement import NO_DIGEST, StateDigest
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Evaluation
 from unicron_lightning.worker.rows import Balance, Report, ReportSum, RowPlan, plan_rows, shares_of
-from unicron_lightning.worker.step import Step, Sums
-
-_Sums = TypeVar("_Sums", bound=Sums)
-
+from unicron_lightning.worker.step import Step, SumsT
 
 OPEN, SUMMED, FINAL = range(3)
 """A worker's gradients of a step: not all summed over the replicas, or being finalized; all summed; finalized."""
@@ -60,7 +57,7 @@ class Call(Protocol):
         """
 
 
-class ReplicaStep(Step[_Sums]):
+class ReplicaStep(Step[SumsT]):
     """The operation of one step.
 
     Args:
@@ -77,7 +74,7 @@ class ReplicaStep(Step[_Sums]):
         model: ReplicaModel,
         fabric: ReplicaFabric[Any],
         call: Call,
-        sums: Callable[[Sequence[int]], _Sums],
+        sums: Callable[[Sequence[int]], SumsT],
         balance: Balance | None = None,
         digest: StateDigest = NO_DIGEST,
     ) -> None:

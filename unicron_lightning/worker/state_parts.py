@@ -164,12 +164,12 @@ class SharePart:
         return self.shard * self.pieces + self.piece
 
 
-Place = tuple[str, str]
+RackAndNode = tuple[str, str]
 """Rack and node of a worker; a node without a label is its own rack."""
 
 
 def staged_parts(
-    shards: Sequence[Sequence[int]], places: Sequence[Place], partners: int, *, equal: bool = True
+    shards: Sequence[Sequence[int]], places: Sequence[RackAndNode], partners: int, *, equal: bool = True
 ) -> tuple[SharePart, ...]:
     """Return the parts of a version, in order.
 
@@ -201,7 +201,7 @@ def following(ranks: Sequence[int], at: int) -> list[int]:
 def apart(
     rank: int,
     others: Sequence[int],
-    places: Sequence[Place],
+    places: Sequence[RackAndNode],
     number: int,
     *,
     used: Sequence[int] = (),
@@ -233,7 +233,7 @@ def apart(
     return found[1 + len(used) :]
 
 
-def holders(places: Sequence[Place], part: int, partners: int) -> list[int]:
+def holders(places: Sequence[RackAndNode], part: int, partners: int) -> list[int]:
     """Return the ranks that hold a part: the rank of the same number, and a rank on each partner of its node.
 
     Args:
@@ -247,7 +247,7 @@ def holders(places: Sequence[Place], part: int, partners: int) -> list[int]:
     return [part, *(ranks[node][part % len(ranks[node])] for node in partners_of(places, places[part])[:partners])]
 
 
-def partners_of(places: Sequence[Place], own: Place) -> list[str]:
+def partners_of(places: Sequence[RackAndNode], own: RackAndNode) -> list[str]:
     """Return the nodes that hold copies for a node, in the order in which they are to be used.
 
     They are in other racks: first a node of each, beginning with the next rack. Nodes of a rack have different partners

@@ -68,7 +68,7 @@ class Sums(Protocol):
         """Communicate before a second commit, from this rank's micro-batches; must be repeatable."""
 
 
-_Sums = TypeVar("_Sums", bound=Sums)
+SumsT = TypeVar("SumsT", bound=Sums)
 
 
 class TotalsBucket(Bucket):
@@ -91,7 +91,7 @@ class TotalsBucket(Bucket):
         self.load()
 
 
-class Step(ABC, Generic[_Sums]):
+class Step(ABC, Generic[SumsT]):
     """The operation of one optimizer step, up to its commit.
 
     Args:
@@ -110,7 +110,7 @@ class Step(ABC, Generic[_Sums]):
     name = "step"
 
     def __init__(
-        self, micro_batches: Sequence[int], sums: _Sums | None, balance: Balance | None, digest: StateDigest
+        self, micro_batches: Sequence[int], sums: SumsT | None, balance: Balance | None, digest: StateDigest
     ) -> None:
         self.micro_batches = list(micro_batches)
         self.sums = sums

@@ -12,7 +12,7 @@ from unicron_lightning.proof import (
     CHALLENGE_SECONDS,
     Challenges,
     Claim,
-    Meeting,
+    Transcript,
     answer_proof,
     authorization,
     check_coordinator,
@@ -28,7 +28,7 @@ TOKEN = Token(secret="secret", origin="a test")
 
 def claim(challenges: Challenges, secret: str = "secret", at: float = 0.0, target: str = "/v1/status") -> Claim:
     client = new_nonce()
-    meeting = Meeting(client=client, server=challenges.issue(client, at), address=HERE)
+    meeting = Transcript(client=client, server=challenges.issue(client, at), address=HERE)
     found = parse_authorization(authorization(secret, meeting, "GET", target))
     assert found is not None
     return found
@@ -72,7 +72,7 @@ def test_another_token_process_or_nonce_is_refused() -> None:
     assert not accepted(challenges, claim(challenges, secret="wrong"))
     assert not accepted(restarted, claim(challenges))
     shown = claim(challenges)
-    stolen = Meeting(client=new_nonce(), server=shown.server, address=HERE)
+    stolen = Transcript(client=new_nonce(), server=shown.server, address=HERE)
     forged = parse_authorization(authorization("secret", stolen, "GET", "/v1/status"))
     assert forged is not None
     assert not accepted(challenges, forged), "a challenge is for the nonce that asked for it"
@@ -90,7 +90,7 @@ def test_what_was_never_issued_is_refused() -> None:
 
 
 def answer(client: str, secret: str = "secret", address: str = HERE) -> bytes:
-    meeting = Meeting(client=client, server="s", address=address)
+    meeting = Transcript(client=client, server="s", address=address)
     return json.dumps({"nonce": "s", "address": address, "proof": coordinator_proof(secret, meeting)}).encode()
 
 
@@ -112,13 +112,13 @@ def test_one_that_forwards_is_found_out_unless_it_is_meant() -> None:
 
 
 def test_proofs_of_one_purpose_are_none_of_another() -> None:
-    meeting = Meeting(client="c", server="s", address="a")
+    meeting = Transcript(client="c", server="s", address="a")
     proofs = {
         coordinator_proof("k", meeting),
         answer_proof("k", meeting, 200, b""),
         answer_proof("k", meeting, 20, b"0"),
     }
-    moved = Meeting(client="cs", server="", address="a")
+    moved = Transcript(client="cs", server="", address="a")
     assert len(proofs | {coordinator_proof("k", moved), authorization("k", meeting, "GET", "/")[-64:]}) == 5
 
 

@@ -23,7 +23,7 @@ from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven, UnicronError
 from unicron_lightning.link import open_socket
 from unicron_lightning.node.daemon import NodeLink
-from unicron_lightning.proof import Meeting, authorization, new_nonce
+from unicron_lightning.proof import Transcript, authorization, new_nonce
 from unicron_lightning.wire.daemon import NodeHello, NodeRun
 
 SECRET = "a secret that must not be sent"
@@ -217,8 +217,8 @@ async def test_a_header_is_good_once_and_for_its_request_alone(coordinator: Coor
     assert (await ask(coordinator.url, "POST", "/v1/tasks/t/cancel", token=SECRET))[0] == 404
 
 
-async def challenge(http: aiohttp.ClientSession, url: str) -> Meeting:
+async def challenge(http: aiohttp.ClientSession, url: str) -> Transcript:
     client = new_nonce()
     async with http.get(f"{url}/v1/challenge?nonce={client}") as answer:
         found = json.loads(await answer.text())
-    return Meeting(client=client, server=found["nonce"], address=found["address"])
+    return Transcript(client=client, server=found["nonce"], address=found["address"])

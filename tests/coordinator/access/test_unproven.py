@@ -28,7 +28,7 @@ from unicron_lightning.coordinator.access import (
 )
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnavailable
-from unicron_lightning.proof import Meeting, authorization
+from unicron_lightning.proof import Transcript, authorization
 
 LIMIT = 128
 
@@ -147,7 +147,9 @@ async def test_a_connection_that_is_closed_before_its_request_is_handled() -> No
     guard = Guard(Token(secret="s", origin="test"))
     app = guard.app()
     (authorize,) = app.middlewares
-    proof = authorization("s", Meeting(client="a" * 64, server="b" * 112, address="127.0.0.1:1"), "GET", "/v1/status")
+    proof = authorization(
+        "s", Transcript(client="a" * 64, server="b" * 112, address="127.0.0.1:1"), "GET", "/v1/status"
+    )
 
     async def handler(request: web.Request) -> web.StreamResponse:
         return await guard._get_challenge(request)

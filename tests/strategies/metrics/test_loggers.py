@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from unicron_lightning.strategies.metrics.loggers import (
-    Row,
+    LoggedRow,
     adopt_versions,
     follow,
     lacking_and_ahead,
@@ -19,11 +19,11 @@ from unicron_lightning.strategies.metrics.loggers import (
     versions,
 )
 
-STEPS: list[Row] = [({"loss": step / 10, "epoch": 0.0}, step) for step in range(6)]
-VALIDATION: list[Row] = [({"val": 0.5}, 0), ({"val": 0.6}, 1), ({"val_loss": 0.55, "epoch": 0.0}, 5)]
+STEPS: list[LoggedRow] = [({"loss": step / 10, "epoch": 0.0}, step) for step in range(6)]
+VALIDATION: list[LoggedRow] = [({"val": 0.5}, 0), ({"val": 0.6}, 1), ({"val_loss": 0.55, "epoch": 0.0}, 5)]
 
 
-def written(rows: list[Row]) -> list[dict[str, str]]:
+def written(rows: list[LoggedRow]) -> list[dict[str, str]]:
     """The rows as they are read from a file, in which every row has all columns."""
     columns = {"loss": "", "val": "", "val_loss": "", "epoch": ""}
     return [{**columns, **{k: str(v) for k, v in metrics.items()}, "step": str(step)} for metrics, step in rows]
@@ -53,7 +53,7 @@ def test_a_worker_without_rows_writes_none() -> None:
 
 def test_rows_of_one_rank_only_leave_the_others() -> None:
     """Something that a script writes on rank 0 only: rows with the same step and names are not written again."""
-    extra: Row = ({"images": 3.0}, 2)
+    extra: LoggedRow = ({"images": 3.0}, 2)
     there = [{**row, "images": ""} for row in written(STEPS[:3])] + [{"images": "3.0", "step": "2"}]
     there += [{**row, "images": ""} for row in written(STEPS[3:5])]
     lacking, ahead = lacking_and_ahead(STEPS, there)
@@ -86,7 +86,7 @@ def test_every_row_is_there_once(
     assert [float(row[name]) for row in rows] == [metrics["loss"] for metrics, _ in STEPS]
 
 
-def log(logger: Any, rows: list[Row]) -> None:
+def log(logger: Any, rows: list[LoggedRow]) -> None:
     for metrics, step in rows:
         logger.log_metrics(metrics=metrics, step=step)
         logger.save()

@@ -20,11 +20,10 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from unicron_lightning.planner.arrays import FloatArray
 from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel, check_num_workers
 
-FloatArray = npt.NDArray[np.float64]
 _COMMON: Final = 0.7
 """c, the part of the prior's error that all x share."""
 _DOUBLINGS: Final = 1.0

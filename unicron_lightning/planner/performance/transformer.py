@@ -66,14 +66,13 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
+from unicron_lightning.planner.arrays import FloatArray, IntArray
 from unicron_lightning.planner.performance.description import MEGATRON_CORE, Hardware, ModelShape, Recipe, Recompute
 from unicron_lightning.planner.performance.model import ParallelConfiguration, check_num_workers
 
-_IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
-_BoolArray = npt.NDArray[np.bool_]
+_BoolArray = NDArray[np.bool_]
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -92,23 +91,23 @@ class Layouts:
         recompute: index into `RECOMPUTE`.
     """
 
-    tensor: _IntArray
-    pipeline: _IntArray
-    data: _IntArray
-    micro_batch: _IntArray
-    num_micro_batches: _IntArray
-    interleave: _IntArray
-    recompute: _IntArray
+    tensor: IntArray
+    pipeline: IntArray
+    data: IntArray
+    micro_batch: IntArray
+    num_micro_batches: IntArray
+    interleave: IntArray
+    recompute: IntArray
 
     @property
-    def num_workers(self) -> _IntArray:
+    def num_workers(self) -> IntArray:
         """TP x PP x DP."""
         return self.tensor * self.pipeline * self.data
 
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def at(self, index: _IntArray | _BoolArray | slice) -> Layouts:
+    def at(self, index: IntArray | _BoolArray | slice) -> Layouts:
         """The configurations selected by ``index``."""
         return Layouts(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
@@ -364,7 +363,7 @@ def _data_seconds(
 
 def _optimizer_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts) -> FloatArray:
     """The update: its state, the gradients and the weights read and written once."""
-    divided: _IntArray = layouts.data if recipe.distributed_optimizer else np.ones_like(layouts.data)
+    divided: IntArray = layouts.data if recipe.distributed_optimizer else np.ones_like(layouts.data)
     bytes_moved = 2 * (recipe.weight_bytes + recipe.gradient_bytes + recipe.optimizer_bytes) / divided
     bandwidth = recipe.efficiency.memory * cluster.memory_bandwidth
     return stage_parameters(shape, layouts, last=False) * bytes_moved / bandwidth
@@ -405,7 +404,7 @@ class _BestConfigurations:
         layouts: the configurations.
     """
 
-    num_workers: _IntArray
+    num_workers: IntArray
     step_seconds: FloatArray
     memory_bytes: FloatArray
     layouts: Layouts
@@ -437,7 +436,7 @@ def search(
     )
 
 
-def _best_per_count(num_workers: _IntArray, seconds: FloatArray) -> _IntArray:
+def _best_per_count(num_workers: IntArray, seconds: FloatArray) -> IntArray:
     """Indices of the fastest configuration of each count, by rising count; among equally fast ones the first."""
     # A stable sort lets the search's order decide among equals; single precision removes differences by rounding.
     order = np.lexsort((seconds.astype(np.float32), num_workers))

@@ -25,7 +25,8 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Ints = NDArray[np.int64]
+    from unicron_lightning.planner.arrays import IntArray
+
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ _BLOCK = 2048
 
 
 @compilable
-def add_options(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
+def add_options(row: IntArray, low: int, units: IntArray, keys: IntArray, out: IntArray, out_low: int) -> None:
     """out(j) = max(out(j), row(j - k) + key) for each option, in O(options x window)."""
     for block in range(0, len(out), _BLOCK):
         block_end = min(len(out), block + _BLOCK)
@@ -121,7 +122,9 @@ def add_options(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low
 
 
 @compilable
-def add_concave(row: Ints, low: int, units: Ints, keys: Ints, step: int, out: Ints, out_low: int) -> None:
+def add_concave(
+    row: IntArray, low: int, units: IntArray, keys: IntArray, step: int, out: IntArray, out_low: int
+) -> None:
     """Do as `add_options` for options ``step`` apart with concave keys, in O((options + window) log window).
 
     The best entry of ``row`` for out(j) rises with j within a residue class modulo ``step`` (the matrix row(l) + key(j
@@ -164,7 +167,7 @@ def add_concave(row: Ints, low: int, units: Ints, keys: Ints, step: int, out: In
 
 
 @compilable
-def _add_line(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
+def _add_line(row: IntArray, low: int, units: IntArray, keys: IntArray, out: IntArray, out_low: int) -> None:
     """Do as `add_options` for options whose keys are on one line: the faster, the more sums are equal.
 
     With row'(l) = row(l) - slope l, an option k gives out(j) = row'(j - k) + constant + slope j: only row' depends on
@@ -201,7 +204,7 @@ def _add_line(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: 
 
 
 @compilable
-def add_rest(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
+def add_rest(row: IntArray, low: int, units: IntArray, keys: IntArray, out: IntArray, out_low: int) -> None:
     """Do as `add_options`, with `_add_line` if nearly all keys are on one line."""
     count = len(units)
     if count >= _LONG_RUN:
@@ -216,7 +219,7 @@ def add_rest(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: i
 
 
 @compilable
-def extend(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
+def extend(row: IntArray, low: int, units: IntArray, keys: IntArray, out: IntArray, out_low: int) -> None:
     """Compute one step of the recursion: ``out`` is the row with one more task, whose options are given."""
     out[:] = NEVER
     high = low + len(row) - 1
@@ -246,7 +249,14 @@ def extend(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int
 
 @compilable
 def fill(
-    starts: Ints, units: Ints, keys: Ints, first: int, last: int, lows: Ints, row_starts: Ints, values: Ints
+    starts: IntArray,
+    units: IntArray,
+    keys: IntArray,
+    first: int,
+    last: int,
+    lows: IntArray,
+    row_starts: IntArray,
+    values: IntArray,
 ) -> None:
     """Fill the rows after ``first`` up to ``last``, each from the one before.
 
@@ -272,7 +282,7 @@ def fill(
 
 @compilable
 def combine(
-    before: Ints, before_low: int, after: Ints, after_low: int, units: Ints, keys: Ints, num_units: int
+    before: IntArray, before_low: int, after: IntArray, after_low: int, units: IntArray, keys: IntArray, num_units: int
 ) -> tuple[int, int, int]:
     """Best combination of one option of a task, a row of the tasks before it, and a row of those after it; N units in
     all.
@@ -294,17 +304,17 @@ def combine(
 
 @compilable
 def trace(
-    starts: Ints,
-    units: Ints,
-    keys: Ints,
+    starts: IntArray,
+    units: IntArray,
+    keys: IntArray,
     row: int,
     last: int,
     budget: int,
-    lows: Ints,
-    row_starts: Ints,
-    values: Ints,
+    lows: IntArray,
+    row_starts: IntArray,
+    values: IntArray,
     found: NDArray[np.int32],
-    chosen: Ints,
+    chosen: IntArray,
 ) -> int:
     """Find the options behind the value of ``row`` with ``budget``.
 

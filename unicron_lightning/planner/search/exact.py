@@ -40,10 +40,9 @@ from unicron_lightning.planner.search.dynamic_program import compilable
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from unicron_lightning.planner.arrays import FloatArray, IntArray
     from unicron_lightning.planner.reward import Curve
     from unicron_lightning.planner.state import ClusterState
-
-    Ints = NDArray[np.int64]
 
 
 STICKY = 0.75
@@ -59,8 +58,8 @@ class Column:
         keys: int64, the key of each.
     """
 
-    units: NDArray[np.int64] = field(repr=False)
-    keys: NDArray[np.int64] = field(repr=False)
+    units: IntArray = field(repr=False)
+    keys: IntArray = field(repr=False)
 
 
 NOTHING = Column(units=np.zeros(1, dtype=np.int64), keys=np.zeros(1, dtype=np.int64))
@@ -77,9 +76,9 @@ class Columns:
         keys: int64 [num_options].
     """
 
-    starts: NDArray[np.int64] = field(repr=False)
-    units: NDArray[np.int64] = field(repr=False)
-    keys: NDArray[np.int64] = field(repr=False)
+    starts: IntArray = field(repr=False)
+    units: IntArray = field(repr=False)
+    keys: IntArray = field(repr=False)
 
     @classmethod
     def join(cls, columns: list[Column]) -> Columns:
@@ -141,9 +140,9 @@ def column(state: ClusterState, curve: Curve, *, price: int, paused: bool) -> Co
 
 @compilable
 def keys_of(
-    workers: Ints,
-    waf: NDArray[np.float64],
-    layouts: Ints,
+    workers: IntArray,
+    waf: FloatArray,
+    layouts: IntArray,
     scale: float,
     cost: int,
     before: int,
@@ -153,7 +152,7 @@ def keys_of(
     may_pause: bool,
     layout: int,
     cost_elsewhere: int,
-) -> tuple[Ints, Ints]:
+) -> tuple[IntArray, IntArray]:
     """Units and key of each option of a task.
 
     Args:
@@ -267,12 +266,12 @@ class SearchProblem:
             columns[variant.position] = variant.column
         return SearchProblem.of(columns, self.num_units, [variant])
 
-    def totals(self, each: NDArray[np.int64]) -> list[int]:
+    def totals(self, each: IntArray) -> list[int]:
         """For each variant the sum of a number of each column, over the tasks' columns that it keeps and its own."""
         return _totals(each, self.num_tasks, self.variants)
 
 
-def best_choices(problem: SearchProblem) -> list[tuple[int, NDArray[np.int64]]]:
+def best_choices(problem: SearchProblem) -> list[tuple[int, IntArray]]:
     """The best plan of each variant; ties are broken as described in `unicron_lightning.planner.solver`.
 
     Returns:
@@ -297,7 +296,7 @@ def best_choices(problem: SearchProblem) -> list[tuple[int, NDArray[np.int64]]]:
         limit = distance
 
 
-def reduced_costs(problem: SearchProblem) -> tuple[NDArray[np.int64], list[int]]:
+def reduced_costs(problem: SearchProblem) -> tuple[IntArray, list[int]]:
     """The reduced cost of each option, and each variant's upper bound on the sum of keys."""
     columns = problem.columns
     first, counts = columns.starts[:-1], np.diff(columns.starts)
@@ -341,7 +340,7 @@ def _price(tasks: Columns, num_units: int, most_units: int) -> int:
     return price
 
 
-def _best_options(columns: Columns, price: int) -> NDArray[np.int64]:
+def _best_options(columns: Columns, price: int) -> IntArray:
     """Each column's option that is worth most at a price; of equal ones that with fewest units."""
     worth = columns.keys - price * columns.units
     best = np.repeat(np.maximum.reduceat(worth, columns.starts[:-1]), np.diff(columns.starts))
@@ -349,20 +348,20 @@ def _best_options(columns: Columns, price: int) -> NDArray[np.int64]:
     return found[np.searchsorted(found, columns.starts[:-1])]
 
 
-def _guess(problem: SearchProblem, reduced: NDArray[np.int64]) -> int:
+def _guess(problem: SearchProblem, reduced: IntArray) -> int:
     """A limit on reduced costs that leaves few options, unless more are equally good."""
     few = _FEW_OPTIONS * len(problem.columns) + 64
     return int(np.partition(reduced, few)[few]) if few < len(reduced) else int(reduced.max(initial=0))
 
 
-def _core(problem: SearchProblem, reduced: NDArray[np.int64], limit: int) -> Columns:
+def _core(problem: SearchProblem, reduced: IntArray, limit: int) -> Columns:
     """The options within the limit; and each column's least, so that every variant has a plan."""
     mask = reduced <= limit
     mask[problem.columns.starts[:-1]] = True
     return problem.columns.chosen(mask)
 
 
-def _totals(each: NDArray[np.int64], num_tasks: int, variants: Sequence[Variant]) -> list[int]:
+def _totals(each: IntArray, num_tasks: int, variants: Sequence[Variant]) -> list[int]:
     numbers: list[int] = each.tolist()
     everyone, own = sum(numbers[:num_tasks]), numbers[num_tasks:]
     return [everyone - (numbers[v.position] if v.replaces else 0) + mine for v, mine in zip(variants, own, strict=True)]
@@ -386,13 +385,13 @@ class Table:
         found: int32, see `dynamic_program.trace`; pages of it that no plan touches take no memory.
     """
 
-    lows: NDArray[np.int64] = field(repr=False)
-    row_starts: NDArray[np.int64] = field(repr=False)
-    values: NDArray[np.int64] = field(repr=False)
+    lows: IntArray = field(repr=False)
+    row_starts: IntArray = field(repr=False)
+    values: IntArray = field(repr=False)
     found: NDArray[np.int32] = field(repr=False)
 
     @classmethod
-    def fill(cls, core: Columns, windows: tuple[NDArray[np.int64], NDArray[np.int64]], first: int, last: int) -> Table:
+    def fill(cls, core: Columns, windows: tuple[IntArray, IntArray], first: int, last: int) -> Table:
         """Compute the rows from ``first``, the one without tasks, to ``last``.
 
         Args:
@@ -410,11 +409,11 @@ class Table:
         dynamic_program.fill(core.starts, core.units, core.keys, first, last, lows, row_starts, values)
         return cls(lows=lows, row_starts=row_starts, values=values, found=np.zeros(len(values), dtype=np.int32))
 
-    def row(self, index: int) -> tuple[NDArray[np.int64], int]:
+    def row(self, index: int) -> tuple[IntArray, int]:
         """A row and its first budget."""
         return self.values[self.row_starts[index] : self.row_starts[index + 1]], int(self.lows[index])
 
-    def trace(self, core: Columns, row: int, last: int, budget: int, chosen: NDArray[np.int64]) -> int:
+    def trace(self, core: Columns, row: int, last: int, budget: int, chosen: IntArray) -> int:
         """Write the units of the tasks between ``row`` and ``last`` behind a value to ``chosen``; return their sum."""
         arrays = (core.starts, core.units, core.keys)
         rows = (self.lows, self.row_starts, self.values)
@@ -446,7 +445,7 @@ class Rows:
         before = np.concatenate([zero, np.cumsum(least[:count])]), np.concatenate([zero, np.cumsum(most[:count])])
         after = before[0][-1] - before[0], before[1][-1] - before[1]
 
-        def windows(tasks: tuple[NDArray[np.int64], ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        def windows(tasks: tuple[IntArray, ...]) -> tuple[IntArray, IntArray]:
             """Budgets that matter if the tasks of a row take their least to their most units, all others the rest."""
             highs = np.minimum(tasks[1], problem.num_units - (fewest - tasks[0]))
             return np.minimum(np.maximum(tasks[0], problem.num_units - (most_of_all - tasks[1])), highs), highs
@@ -470,7 +469,7 @@ class Rows:
         assert found[1] >= 0, "no plan is feasible"
         return found
 
-    def units(self, index: int, option: int, budget: int) -> NDArray[np.int64]:
+    def units(self, index: int, option: int, budget: int) -> IntArray:
         """The units of each task behind a result of `best`."""
         variant, count = self.problem.variants[index], self.problem.num_tasks
         own = int(self._own(index)[0][option])
@@ -481,7 +480,7 @@ class Rows:
             chosen[variant.position] = own
         return chosen
 
-    def _own(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _own(self, index: int) -> tuple[IntArray, IntArray]:
         """Units and keys of a variant's own options."""
         column = self.problem.num_tasks + index
         options = slice(self.core.starts[column], self.core.starts[column + 1])

@@ -182,7 +182,7 @@ def _set(tensor: Tensor, total: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class _PairRound:
     """One part of a `PairwiseSum` on one rank."""
 
     part: int
@@ -253,18 +253,18 @@ class PairwiseSum:
         return sends
 
 
-def _meetings(rank: int, world: int) -> list[_Meeting]:
+def _meetings(rank: int, world: int) -> list[_PairRound]:
     rounds = distances(world // 2 + 1)
     power = 1 << len(rounds)  # the largest power of two in the world
     begin = int(power < world)
     last = begin + len(rounds)
     if rank >= power:
-        first = _Meeting(0, rank - power, receives=False)
-        return [first, _Meeting(last, rank - power, sends=False, adds=False)]
-    found = [_Meeting(begin + number, rank ^ distance) for number, distance in enumerate(rounds)]
+        first = _PairRound(0, rank - power, receives=False)
+        return [first, _PairRound(last, rank - power, sends=False, adds=False)]
+    found = [_PairRound(begin + number, rank ^ distance) for number, distance in enumerate(rounds)]
     if rank + power < world:
-        found.insert(0, _Meeting(0, rank + power, sends=False))
-        found.append(_Meeting(last, rank + power, receives=False))
+        found.insert(0, _PairRound(0, rank + power, sends=False))
+        found.append(_PairRound(last, rank + power, receives=False))
     return found
 
 
