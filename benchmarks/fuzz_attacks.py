@@ -18,10 +18,11 @@ from typing import Any
 import aiohttp
 from fuzz_messages import AGENTS, NODES, TASKS, Wild
 
-from unicron_lightning.cli.client import Access, request
+from unicron_lightning.cli.client import request
 from unicron_lightning.credentials import token_for
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.link import open_socket
+from unicron_lightning.tls import Access
 
 MOST_FRAMES = 60
 SECONDS = 20.0
@@ -89,7 +90,9 @@ async def frames(target: Target, chance: random.Random) -> None:
     with contextlib.suppress(*GONE):
         async with aiohttp.ClientSession() as http:
             path = chance.choice(("/v1/agent", "/v1/node"))
-            socket = await open_socket(http, target.url + path, token_for("127.0.0.1", None), max_msg_size=0)
+            socket = await open_socket(
+                http, target.url + path, Access(token=token_for("127.0.0.1", None)), max_msg_size=0
+            )
             transport = _transport(socket)
             if transport is None:
                 return
@@ -107,7 +110,9 @@ async def floods(target: Target, chance: random.Random) -> None:
     """A message as long as is allowed, or a little longer."""
     with contextlib.suppress(*GONE):
         async with aiohttp.ClientSession() as http:
-            socket = await open_socket(http, f"{target.url}/v1/agent", token_for("127.0.0.1", None), max_msg_size=0)
+            socket = await open_socket(
+                http, f"{target.url}/v1/agent", Access(token=token_for("127.0.0.1", None)), max_msg_size=0
+            )
             await socket.send_bytes(Wild(chance).register())
             padding = "a" * (chance.choice((1 << 20, 16 << 20, (16 << 20) + 1)) - 100)
             await socket.send_str(json.dumps({"type": "lookup", "worker": AGENTS[0], "key": padding}))
@@ -121,7 +126,9 @@ async def _visit(
 ) -> None:
     with contextlib.suppress(*GONE):
         async with aiohttp.ClientSession() as http:
-            socket = await open_socket(http, target.url + path, token_for("127.0.0.1", None), max_msg_size=0)
+            socket = await open_socket(
+                http, target.url + path, Access(token=token_for("127.0.0.1", None)), max_msg_size=0
+            )
             listening = asyncio.create_task(_listen(target, socket))
             try:
                 if chance.random() < 0.9:

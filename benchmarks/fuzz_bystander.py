@@ -12,6 +12,7 @@ import aiohttp
 from unicron_lightning import wire
 from unicron_lightning.credentials import token_for
 from unicron_lightning.link import open_socket
+from unicron_lightning.tls import Access
 
 TASK = "bystander"
 NAMES = ("bystander-a", "bystander-b")
@@ -33,7 +34,7 @@ class Bystander:
     async def __aenter__(self) -> Bystander:
         self._http = aiohttp.ClientSession()
         for name in NAMES:
-            socket = await open_socket(self._http, self._url, token_for("127.0.0.1", None))
+            socket = await open_socket(self._http, self._url, Access(token=token_for("127.0.0.1", None)))
             self._sockets.append(socket)
             self._tasks.append(asyncio.create_task(self._listen(name, socket)))
             await _say(socket, _registration(name))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -18,7 +17,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
@@ -298,11 +296,6 @@ class UnicronStrategy(FaultTolerantStrategy):
         divergence = Divergence(digest_every, on_divergence)
         steps = WholeModelSteps(self, int(bucket_mib * _MIB), divergence, overlap=overlap)
         self.parallelism = DataParallel(self, steps, rebalance=rebalance)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        strategy_registry.register(cls.strategy_name, cls, description="Trains straight through failures (Unicron)")
 
 
 # Lightning and scripts ask by isinstance() what works, such as torch.compile.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from typing import Literal
 
 import pytest
@@ -80,12 +80,6 @@ def test_what_is_wrong_is_named(data: object, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_section(Outer, data, "")
     assert words in str(caught.value)
-
-
-def test_the_schema_names_every_field_of_a_transformer() -> None:
-    from unicron_lightning.planner.performance.description import ModelShape
-
-    assert {each.name for each in fields(ModelShape)} < {each.name for each in fields(situation.TransformerConfig)}
 
 
 def test_every_section_of_the_schema_is_a_frozen_dataclass() -> None:

@@ -22,13 +22,13 @@ from unicron_lightning.agent import embedded
 from unicron_lightning.agent.coordinator_session import CoordinatorSession, SessionHooks
 from unicron_lightning.certificates import Issued, issue, load_ca
 from unicron_lightning.cli.certs import write_certificates
-from unicron_lightning.cli.client import Access, fetch
+from unicron_lightning.cli.client import fetch
 from unicron_lightning.coordinator.access import certificate_wanted, encryption_of
 from unicron_lightning.coordinator.config import ProcessConfig
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable, CoordinatorUnproven
 from unicron_lightning.link import open_socket
-from unicron_lightning.tls import PLAIN, Trust, fingerprint_of, trust_for
+from unicron_lightning.tls import PLAIN, Access, Trust, fingerprint_of, trust_for
 
 SECRET = "a secret that must not be sent"
 TOKEN = Token(secret=SECRET, origin="a test")
@@ -149,7 +149,7 @@ def _by_agent(endpoint: str, trust: Trust) -> None:
     async def opened() -> None:
         try:
             async with aiohttp.ClientSession() as http:
-                await (await open_socket(http, f"http://{endpoint}/v1/agent", TOKEN, trust=trust)).close()
+                await (await open_socket(http, f"http://{endpoint}/v1/agent", Access(token=TOKEN, trust=trust))).close()
         finally:
             await asyncio.sleep(0.05)  # aiohttp closes encrypted connections some turns of the loop later
 
@@ -385,7 +385,7 @@ async def test_an_agent_logs_a_wrong_certificate_once(tmp_path: Path, caplog: py
     )
     trust = trust_for("127.0.0.1", tls="sha256:" + "0" * 64)
     with run(tmp_path, "coordinator.tls=auto") as coordinator:
-        session = CoordinatorSession(f"{coordinator.url}/v1/agent", TOKEN, 1.0, hooks, trust=trust)
+        session = CoordinatorSession(f"{coordinator.url}/v1/agent", Access(token=TOKEN, trust=trust), 1.0, hooks)
         with pytest.raises(CoordinatorUnavailable, match="its certificate is sha256:"):
             await session.run()
     assert len([each for each in caplog.records if "coordinator_unproven" in each.getMessage()]) == 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from unicron_lightning.autoload import offer_strategy
+from unicron_lightning.autoload import STRATEGIES, offer_strategy
 
 if TYPE_CHECKING:
     from unicron_lightning.local_cluster.cluster import LocalCluster
@@ -18,28 +18,19 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalCluster", "UnicronFSDPStrategy", "UnicronMegatronStrategy", "UnicronStrategy", "__version__"]
 
+_MODULES = {"LocalCluster": "unicron_lightning.local_cluster.cluster"} | {
+    name: module for module, name, _ in STRATEGIES.values()
+}
 
 offer_strategy()
 
 
 def __getattr__(name: str) -> object:
     """Load a public name on first use (PEP 562)."""
-    if name == "LocalCluster":
-        from unicron_lightning.local_cluster.cluster import LocalCluster
+    if name in _MODULES:
+        from importlib import import_module
 
-        return LocalCluster
-    if name == "UnicronStrategy":
-        from unicron_lightning.strategies.unicron import UnicronStrategy
-
-        return UnicronStrategy
-    if name == "UnicronMegatronStrategy":
-        from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
-
-        return UnicronMegatronStrategy
-    if name == "UnicronFSDPStrategy":
-        from unicron_lightning.strategies.fsdp.strategy import UnicronFSDPStrategy
-
-        return UnicronFSDPStrategy
+        return getattr(import_module(_MODULES[name]), name)
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from unicron_lightning.strategies.fsdp.strategy import UnicronFSDPStrategy
-    from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
-    from unicron_lightning.strategies.unicron import UnicronStrategy
-
-STRATEGY_NAME = "unicron"
-MEGATRON_NAME = "unicron_megatron"
-FSDP_NAME = "unicron_fsdp"
+_PACKAGE = "unicron_lightning.strategies"
+STRATEGIES = {
+    "unicron": (f"{_PACKAGE}.unicron", "UnicronStrategy", "Trains straight through failures (Unicron)"),
+    "unicron_megatron": (f"{_PACKAGE}.megatron.strategy", "UnicronMegatronStrategy", "Megatron-core under Unicron"),
+    "unicron_fsdp": (f"{_PACKAGE}.fsdp.strategy", "UnicronFSDPStrategy", "FSDP2 straight through failures"),
+}
+"""Module, class and description of each strategy, by the name for ``Trainer(strategy=...)``."""
 REGISTRY_MODULE = "lightning.pytorch.strategies"
 """Module with Lightning's ``StrategyRegistry``, which is complete once this module has been executed."""
 LIGHTNING = ("lightning", "pytorch_lightning")
@@ -86,15 +86,11 @@ def register_strategy(module: ModuleType) -> None:
         module: `REGISTRY_MODULE`, executed.
     """
     try:
-        registry = module.StrategyRegistry
-        if STRATEGY_NAME not in registry:
-            registry.register(STRATEGY_NAME, build_strategy, description="Trains straight through failures (Unicron)")
-        if MEGATRON_NAME not in registry:
-            registry.register(MEGATRON_NAME, build_megatron_strategy, description="Megatron-core under Unicron")
-        if FSDP_NAME not in registry:
-            registry.register(FSDP_NAME, build_fsdp_strategy, description="FSDP2 straight through failures")
+        for name, (_, _, description) in STRATEGIES.items():
+            if name not in module.StrategyRegistry:
+                module.StrategyRegistry.register(name, build_strategy, description=description, given=name)
     except Exception as error:  # noqa: BLE001 - supervisor boundary: runs inside `import lightning`
-        logger.warning("strategy_not_registered name=%s error=%r", STRATEGY_NAME, error)
+        logger.warning("strategy_not_registered name=%s error=%r", next(iter(STRATEGIES)), error)
 
 
 def register_refusal(module: ModuleType) -> None:
@@ -104,7 +100,7 @@ def register_refusal(module: ModuleType) -> None:
         module: `OTHER_REGISTRY_MODULE`, executed.
     """
     try:
-        for name in (STRATEGY_NAME, MEGATRON_NAME, FSDP_NAME):
+        for name in STRATEGIES:
             if name not in module.StrategyRegistry:
                 module.StrategyRegistry.register(name, build_refusal, description="Refused: see the error", given=name)
         if (made := sys.modules.get("unicron_lightning.strategies.fault_tolerant")) is not None:
@@ -123,25 +119,17 @@ def build_refusal(*, given: str, **init_params: Any) -> Any:  # noqa: ARG001 - c
 _REGISTERS = {REGISTRY_MODULE: register_strategy, OTHER_REGISTRY_MODULE: register_refusal}
 
 
-def build_strategy(**init_params: Any) -> UnicronStrategy:
-    """Make the strategy; its module is imported only here, so that other users of Lightning have no cost."""
-    from unicron_lightning.strategies.unicron import UnicronStrategy
+def build_strategy(*, given: str, **init_params: Any) -> Any:
+    """Make a strategy; its module is imported only here, so that other users of Lightning have no cost.
 
-    return UnicronStrategy(**init_params)
+    Args:
+        given: its name in `STRATEGIES`.
+        init_params: its settings.
+    """
+    from importlib import import_module
 
-
-def build_megatron_strategy(**init_params: Any) -> UnicronMegatronStrategy:
-    """Make the Megatron strategy; megatron-core, an extra, is imported only here."""
-    from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
-
-    return UnicronMegatronStrategy(**init_params)
-
-
-def build_fsdp_strategy(**init_params: Any) -> UnicronFSDPStrategy:
-    """Make the strategy of sharded models."""
-    from unicron_lightning.strategies.fsdp.strategy import UnicronFSDPStrategy
-
-    return UnicronFSDPStrategy(**init_params)
+    module, name, _ = STRATEGIES[given]
+    return getattr(import_module(module), name)(**init_params)
 
 
 class _RegistryFinder:

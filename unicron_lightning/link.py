@@ -11,40 +11,21 @@ import random
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 
-from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnproven
-from unicron_lightning.proof import (
-    ANSWER_HEADER,
-    MOST_CHALLENGE_BYTES,
-    Transcript,
-    answer_proof,
-    authorization,
-    check_coordinator,
-    new_nonce,
-    same,
-    unproven,
-)
-from unicron_lightning.tls import (
-    PLAIN,
-    Certificate,
-    TlsExpected,
-    Trust,
-    address_of,
-    client_context,
-    encrypted,
-    explained,
-    hung_up,
-    ssl_error_in,
-    tls_expected,
-)
+from unicron_lightning.handshake import Handshake
+from unicron_lightning.proof import ANSWER_HEADER, MOST_CHALLENGE_BYTES
+from unicron_lightning.tls import Access, TlsExpected
 
-_ATTEMPT_SECONDS: Final = 5.0
+ATTEMPT_SECONDS: Final = 5.0
+FIRST_RETRY_SECONDS: Final = 0.05
+LAST_RETRY_SECONDS: Final = 2.0
+_DEFAULTS: Final = {"heartbeat": 10.0, "max_msg_size": 64 << 20}
+"""Seconds between pings, and largest number of bytes of a message."""
 
 
 def retry_delay(most: float) -> float:
@@ -53,39 +34,31 @@ def retry_delay(most: float) -> float:
 
 
 async def open_socket(
-    http: aiohttp.ClientSession,
-    url: str,
-    token: Token,
-    *,
-    forwarded: bool = False,
-    trust: Trust = PLAIN,
-    **options: Any,
+    http: aiohttp.ClientSession, url: str, access: Access, **options: Any
 ) -> aiohttp.ClientWebSocketResponse[Any]:
     """Open a WebSocket after mutual proof.
 
     Args:
         http: makes the connections.
-        url: ``http://HOST:PORT/PATH``, or https; ``trust`` decides which of them it is.
-        token: the shared secret.
-        forwarded: whether a proxy at this address forwards to the coordinator.
-        trust: whether the link is encrypted, and which certificate is accepted.
-        options: of `aiohttp.ClientSession.ws_connect`.
+        url: ``http://HOST:PORT/PATH``, or https; ``access`` decides which of them it is.
+        access: to the coordinator.
+        options: of `aiohttp.ClientSession.ws_connect`, beside or instead of the defaults of a session.
 
     Raises:
         CoordinatorUnproven: the process at the endpoint does not know the token, or has another certificate.
         aiohttp.ClientError: no process answers, or it is no coordinator.
         asyncio.TimeoutError: no answer in time.
     """
-    opener = _Opener(http=http, url=urlsplit(url), token=token, forwarded=forwarded, options=options)
+    opener = _Opener(http=http, url=urlsplit(url), options={**_DEFAULTS, **options})
     # `wait_for` could lose the caller's cancellation before Python 3.12.
-    opening = asyncio.create_task(opener.open(trust))
+    opening = asyncio.create_task(opener.open(access))
     try:
-        await asyncio.wait({opening}, timeout=_ATTEMPT_SECONDS)
+        await asyncio.wait({opening}, timeout=ATTEMPT_SECONDS)
     finally:
         opening.cancel()
         await asyncio.gather(opening, return_exceptions=True)
     if opening.cancelled():
-        raise asyncio.TimeoutError(f"no answer within {_ATTEMPT_SECONDS:g} s")
+        raise asyncio.TimeoutError(f"no answer within {ATTEMPT_SECONDS:g} s")
     return opening.result()
 
 
@@ -95,21 +68,19 @@ class _Opener:
 
     http: aiohttp.ClientSession
     url: SplitResult
-    token: Token
-    forwarded: bool
     options: dict[str, Any]
 
-    async def open(self, trust: Trust) -> aiohttp.ClientWebSocketResponse[Any]:
+    async def open(self, access: Access) -> aiohttp.ClientWebSocketResponse[Any]:
         """Open it at one of the host's addresses; encrypted if a port that need not be asks for that."""
         assert self.url.hostname is not None
         assert self.url.port is not None
         failed: Exception | None = None
         for host in await _addresses(self.url.hostname, self.url.port):
             try:
-                return await self._open_at(host, trust)
+                return await self._open_at(host, access)
             except TlsExpected as error:
-                if trust.may_encrypt:
-                    return await self.open(encrypted(trust))
+                if access.trust.may_encrypt:
+                    return await self.open(access.encrypted)
                 failed = error
             except (aiohttp.ClientError, OSError, CoordinatorUnproven) as error:
                 if not isinstance(failed, CoordinatorUnproven):
@@ -117,45 +88,44 @@ class _Opener:
         assert failed is not None
         raise failed
 
-    async def _open_at(self, host: str, trust: Trust) -> aiohttp.ClientWebSocketResponse[Any]:
-        certificate = Certificate(trust)
+    async def _open_at(self, host: str, access: Access) -> aiohttp.ClientWebSocketResponse[Any]:
+        handshake = Handshake(self.url.netloc, access)
         secure: dict[str, Any] = {}
-        if trust.encrypted:
-            secure = {"ssl": client_context(trust, certificate), "server_hostname": self.url.hostname}
-        there = f"{trust.scheme}://{f'[{host}]' if ':' in host else host}:{self.url.port}"
+        if handshake.context is not None:
+            secure = {"ssl": handshake.context, "server_hostname": self.url.hostname}
+        there = f"{access.trust.scheme}://{f'[{host}]' if ':' in host else host}:{self.url.port}"
         try:
-            client = new_nonce()
-            body = await self._challenge(f"{there}/v1/challenge?nonce={client}", trust, secure)
-            end = certificate.name if trust.encrypted else address_of((host, self.url.port))
-            meeting = check_coordinator(self.url.netloc, self.token, client, body, end, forwarded=self.forwarded)
-            return await self._upgrade(there + self.url.path, meeting, secure)
+            answer = await self._challenge(there, handshake, secure)
+            handshake.meet(*answer, (host, self.url.port))
+            return await self._upgrade(there + self.url.path, handshake, secure)
         except (aiohttp.ClientError, OSError) as error:
-            cause = ssl_error_in(error) if trust.encrypted else None
-            if cause is None:
+            reason = handshake.explained(error)
+            if reason is None:
                 raise
-            raise explained(self.url.netloc, cause, trust) from None
+            raise reason from None
 
-    async def _challenge(self, url: str, trust: Trust, secure: dict[str, Any]) -> bytes:
+    async def _challenge(self, there: str, handshake: Handshake, secure: dict[str, Any]) -> tuple[int, bytes]:
         try:
-            asking = await self.http.get(url, allow_redirects=False, **secure)
+            asking = await self.http.get(there + handshake.challenge, allow_redirects=False, **secure)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            if trust.encrypted and not isinstance(error, aiohttp.ClientConnectorError):
-                raise hung_up(self.url.netloc, trust) from error
-            raise
+            refused = None if isinstance(error, aiohttp.ClientConnectorError) else handshake.refused()
+            if refused is None:
+                raise
+            raise refused from error
         async with asking as answer:
-            if answer.status == HTTPStatus.UPGRADE_REQUIRED and not trust.encrypted:
-                raise tls_expected(self.url.netloc, trust)
-            return await answer.content.read(MOST_CHALLENGE_BYTES) if answer.status == HTTPStatus.OK else b""
+            return answer.status, await answer.content.read(MOST_CHALLENGE_BYTES)
 
     async def _upgrade(
-        self, url: str, meeting: Transcript, secure: dict[str, Any]
+        self, url: str, handshake: Handshake, secure: dict[str, Any]
     ) -> aiohttp.ClientWebSocketResponse[Any]:
-        headers = {"Authorization": authorization(self.token.secret, meeting, "GET", self.url.path)}
+        headers = handshake.headers("GET", self.url.path)
         opened = await self.http.ws_connect(url, headers=headers, **secure, **self.options)
         response = opened._response  # aiohttp offers no other access to the answer's headers
-        if not same(response.headers.get(ANSWER_HEADER, ""), answer_proof(self.token.secret, meeting, 101, b"")):
+        try:
+            handshake.check(response.headers.get(ANSWER_HEADER), response.status, b"")
+        except CoordinatorUnproven:
             response.close()
-            raise unproven(self.url.netloc, self.token)
+            raise
         return opened
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from unicron_lightning.credentials import is_loopback
+from unicron_lightning.credentials import Token, is_loopback, token_for
 from unicron_lightning.errors import ConfigError, CoordinatorUnproven
 
 logger = logging.getLogger(__name__)
@@ -103,9 +103,55 @@ PLAIN: Final = Trust(encrypted=False, may_encrypt=True)
 """The trust of a client of a loopback address without options."""
 
 
-def encrypted(trust: Trust) -> Trust:
-    """Return the trust for TLS on a link that may be plain, after the port has required it."""
-    return replace(trust, encrypted=True, may_encrypt=False)
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """A client's access to its coordinator.
+
+    Attributes:
+        token: the shared secret.
+        forwarded: whether a process forwards from the endpoint to the coordinator.
+        trust: whether the link is encrypted, and which certificate is accepted.
+    """
+
+    token: Token
+    forwarded: bool = False
+    trust: Trust = PLAIN
+
+    @property
+    def encrypted(self) -> Access:
+        """The access by TLS to a port that has required it, on a link that may be plain."""
+        return replace(self, trust=replace(self.trust, encrypted=True, may_encrypt=False))
+
+
+@dataclass(kw_only=True)
+class AccessOptions:
+    """A user's options for the access to a coordinator. Not frozen: Hydra overrides the values of a subclass."""
+
+    token_file: str | None = None
+    """File with the coordinator's token; None: the variable UNICRON_TOKEN, else the file made for the user."""
+    forwarded: bool = False
+    """Whether a process, e.g. a tunnel, forwards from the endpoint to the coordinator."""
+    tls: str | None = None
+    """Certificate that is accepted: a CA's file, ``sha256:FINGERPRINT``, or auto; None: auto beyond loopback."""
+    tls_client: str | None = None
+    """File with this client's certificate and its key, for a coordinator that asks for one."""
+    plaintext: bool = False
+    """Whether the link may be plain beyond loopback."""
+
+    def access(self, host: str, token_option: str, tls_option: str) -> Access:
+        """Determine the access to the coordinator at ``host``.
+
+        Args:
+            host: as the user wrote it.
+            token_option: form of the user's option for ``token_file``, for messages, e.g. ``--token-file ``.
+            tls_option: form of that for ``tls``.
+
+        Raises:
+            ConfigError: there is no token, a value is wrong, or a file cannot be used.
+        """
+        token = token_for(host, self.token_file, option=token_option)
+        trust = trust_for(host, tls=self.tls, client=self.tls_client, plaintext=self.plaintext, option=tls_option)
+        return Access(token=token, forwarded=self.forwarded, trust=trust)
 
 
 class TlsExpected(CoordinatorUnproven):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning.fabric.strategies import _StrategyRegistry
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
@@ -91,11 +90,6 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
             divergence=Divergence(digest_every, on_divergence),
         )
         self.parallelism = self._sharded
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        strategy_registry.register(cls.strategy_name, cls, description="FSDP2 straight through failures")
 
     @override
     def on_validation_end(self) -> None:

@@ -7,9 +7,7 @@ logging, joining and Lightning's loops work as with `UnicronStrategy`.
 
 from __future__ import annotations
 
-from lightning.fabric.strategies import _StrategyRegistry
 from megatron.core.distributed import DistributedDataParallelConfig
-from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.grid import Shape
@@ -71,11 +69,6 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
             divergence=Divergence(digest_every, on_divergence),
         )
         self.parallelism = self._grid
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        strategy_registry.register(cls.strategy_name, cls, description="Megatron-core straight through failures")
 
     @property
     def fabric(self) -> ReplicaFabric[Shape]:

@@ -149,16 +149,16 @@ def test_remote_endpoint_wants_token(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     secret = tmp_path / "token"
     secret.write_text("secret\n")
     chosen = options.from_parameters(parameters("192.0.2.1", token_file=str(secret)))
-    assert (chosen.token.secret, chosen.embedded) == ("secret", False)
+    assert (chosen.access.token.secret, chosen.embedded) == ("secret", False)
 
 
 def test_links_to_other_machines_are_encrypted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNICRON_TOKEN", "secret")
     assert options.from_parameters(parameters("127.0.0.1")).url.startswith("http://")
     far = options.from_parameters(parameters("192.0.2.1"))
-    assert (far.trust.encrypted, far.url) == (True, "https://192.0.2.1:29461/v1/agent")
+    assert (far.access.trust.encrypted, far.url) == (True, "https://192.0.2.1:29461/v1/agent")
     plain = options.from_parameters(parameters("192.0.2.1", plaintext="true"))
-    assert (plain.trust.encrypted, plain.url) == (False, "http://192.0.2.1:29461/v1/agent")
+    assert (plain.access.trust.encrypted, plain.url) == (False, "http://192.0.2.1:29461/v1/agent")
     with pytest.raises(ConfigError, match=r"--rdzv-conf tls=no\.such: no such file; expected auto"):
         options.from_parameters(parameters("192.0.2.1", tls="no.such"))
 

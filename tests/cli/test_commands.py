@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 import aiohttp
 import pytest
-from coordinator.shell import Coordinator, connected, get, known, train
+from coordinator.shell import Coordinator, access, connected, get, train
 
 from unicron_lightning import wire
 from unicron_lightning.link import open_socket
@@ -297,7 +297,7 @@ async def test_an_incident_is_a_line_and_ended_tasks_of_a_former_coordinator_are
 async def test_status_shows_the_nodes_that_have_a_daemon(coordinator):
     async with (
         aiohttp.ClientSession() as http,
-        await open_socket(http, f"{coordinator.url}/v1/node", known()) as daemon,
+        await open_socket(http, f"{coordinator.url}/v1/node", access()) as daemon,
     ):
         hello = NodeHello(protocol=wire.PROTOCOL_VERSION, node="n7", host="h", pid=1, started_at=1.0, slots=["0", "1"],
                           tasks=[])  # fmt: skip

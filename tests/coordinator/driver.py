@@ -16,6 +16,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import state
 from unicron_lightning.coordinator.events import Question
 from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.severity.record import SeverityLimits
 from unicron_lightning.wire.epoch_changes import EpochMissed, changed
 
 
@@ -66,11 +67,17 @@ class Oracle:
         assert self.goes.setdefault(go.epoch, go) == go, "settled twice, differently"
 
 
+def limits_of(given: dict[str, Any]) -> ev.Limits:
+    """Make the machine's limits from their names, with those of the severity workflow among them."""
+    severity = {name: given.pop(name) for name in [*given] if name in SeverityLimits.__dataclass_fields__}
+    return ev.Limits(severity=SeverityLimits(**severity), **given)
+
+
 class World:
     """The machine, its clock, timers, store and agents."""
 
     def __init__(self, **limits: Any) -> None:
-        self.limits = ev.Limits(**limits)
+        self.limits = limits_of(limits)
         self.now = 1000.0
         self.disk: dict[str, bytes] = {}
         self.lasting: bytes | None = None

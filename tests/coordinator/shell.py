@@ -18,10 +18,11 @@ from typing import Any
 import aiohttp
 
 from unicron_lightning import wire
-from unicron_lightning.cli.client import Access, request
+from unicron_lightning.cli.client import request
 from unicron_lightning.credentials import Token, token_for
 from unicron_lightning.link import open_socket
 from unicron_lightning.local_cluster.processes import free_port
+from unicron_lightning.tls import Access
 from unicron_lightning.wire.epoch_changes import changed
 
 NO_STORE = wire.Address(host="127.0.0.1", port=1)
@@ -164,7 +165,7 @@ async def connected(
 ) -> AsyncIterator[list[SocketAgent]]:
     """Agents with open connections that have sent nothing yet."""
     async with aiohttp.ClientSession() as http:
-        sockets = [await open_socket(http, f"{url}/v1/agent", known(token)) for _ in names]
+        sockets = [await open_socket(http, f"{url}/v1/agent", access(token)) for _ in names]
         try:
             yield [SocketAgent(name, nodes, socket_) for name, socket_ in zip(names, sockets, strict=True)]
         finally:
@@ -189,10 +190,15 @@ def known(token: str | None = None) -> Token:
     return token_for("127.0.0.1", None) if token is None else Token(secret=token, origin="a test")
 
 
+def access(token: str | None = None) -> Access:
+    """Return the access with a token; default: that of the user who runs the tests."""
+    return Access(token=known(token))
+
+
 async def ask(url: str, method: str, target: str, body: bytes = b"", token: str | None = None) -> tuple[int, Any]:
     """Return status and decoded answer of a proven request."""
     endpoint = url.removeprefix("http://")
-    status, answer = await asyncio.to_thread(request, endpoint, method, target, Access(token=known(token)), body)
+    status, answer = await asyncio.to_thread(request, endpoint, method, target, access(token), body)
     return status, json.loads(answer)
 
 

@@ -39,10 +39,11 @@ def test_the_table_is_sound() -> None:
     assert len(used) > 0.8 * len(rows), {row.name for row in rows} - used
 
 
-def test_the_users_rows_go_first() -> None:
-    own = Pattern(pattern="bad sample", kind="storage_error")
-    assert classify(["RuntimeError: a bad sample"], [own]) is own
-    assert classify(["RuntimeError: CUDA error: x", "a bad sample"], [own]).name == "cuda"
+def test_the_first_text_with_a_match_counts() -> None:
+    assert classify(["RuntimeError: CUDA error: x", "OSError: No space left on device"]).name == "cuda"
+
+
+def test_a_malformed_pattern_is_refused() -> None:
     with pytest.raises(ConfigError, match=re.escape("pattern '(' of kind cuda_error: missing")):
         Pattern(pattern="(", kind="cuda_error")
 

@@ -40,6 +40,7 @@ from unicron_lightning.node.process import (
     torchrun_environment,
 )
 from unicron_lightning.node.reconcile import GIVEN_UP_SECONDS, KILLED_SECONDS, AgentKey, AgentState, DueSteps, steps
+from unicron_lightning.tls import AccessOptions
 from unicron_lightning.wire.daemon import Launch, NodeRun
 
 EIGHT = [str(number) for number in range(8)]
@@ -182,8 +183,10 @@ async def test_a_pipe_takes_what_several_write(tmp_path: Path) -> None:
 
 def options(**changes: Any) -> NodeOptions:
     given: dict[str, Any] = {"endpoint": "h:1", "node": "n", "slots": "1", "logs": None, "log_megabytes": 1.0,
-                             "log_files": 1, "token_file": None, "local_addr": None, "stop_seconds": 5.0}  # fmt: skip
-    return make_options(**{**given, **changes})
+                             "log_files": 1, "local_addr": None, "stop_seconds": 5.0, "leave_on": None,
+                             "notice_file": None, "rack": None}  # fmt: skip
+    access = {name: changes.pop(name) for name in [*changes] if name in AccessOptions.__dataclass_fields__}
+    return make_options(access=AccessOptions(**access), **{**given, **changes})
 
 
 def test_how_torchrun_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -229,7 +232,7 @@ def test_torchrun_trusts_what_the_daemon_trusts(monkeypatch: pytest.MonkeyPatch,
         command = torchrun_command(one, made, tmp_path)
         conf = set(command[command.index("--rdzv-conf") + 1].split(","))
         assert {each for each in conf if each.startswith(("tls", "plaintext", "forwarded"))} == words
-        assert made.trust.encrypted == ("plaintext" not in given)
+        assert made.access.trust.encrypted == ("plaintext" not in given)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +257,7 @@ def test_a_coordinator_elsewhere_needs_a_token_that_is_its_own(monkeypatch: pyte
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=f"copy the coordinator's token file to {tmp_path}/unicron/token"):
         options()
-    assert options(endpoint="127.0.0.1:1").token.origin == f"{tmp_path}/unicron/token", "here it is made"
+    assert options(endpoint="127.0.0.1:1").access.token.origin == f"{tmp_path}/unicron/token", "here it is made"
 
 
 def test_a_job_file_is_read(tmp_path: Path) -> None:

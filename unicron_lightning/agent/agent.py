@@ -99,7 +99,7 @@ class AgentThread:
         self._closing = asyncio.Event()
         self._session = CoordinatorSession(
             options.url,
-            options.token,
+            options.access,
             options.connect_timeout,
             SessionHooks(
                 register=self._register,
@@ -107,8 +107,6 @@ class AgentThread:
                 nothing_listens=self._nothing_listens,
                 not_answering=self._not_answering,
             ),
-            forwarded=options.forwarded,
-            trust=options.trust,
         )
         self._faults = AgentFaults(self._supervisor.kill, self._local.send, self._session.cut)
         self._thread = threading.Thread(target=self._run, name="unicron-agent", daemon=True)

@@ -33,11 +33,17 @@ import msgspec
 
 from unicron_lightning import wire
 from unicron_lightning.agent.injection import Cut
-from unicron_lightning.credentials import Token
 from unicron_lightning.detection.silence import Lateness, Silence, SilenceLimits
 from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven
-from unicron_lightning.link import end_tasks, open_socket, retry_delay
-from unicron_lightning.tls import PLAIN, Trust
+from unicron_lightning.link import (
+    ATTEMPT_SECONDS,
+    FIRST_RETRY_SECONDS,
+    LAST_RETRY_SECONDS,
+    end_tasks,
+    open_socket,
+    retry_delay,
+)
+from unicron_lightning.tls import Access
 
 logger = logging.getLogger(__name__)
 
@@ -193,14 +199,9 @@ class Pulse:
                     break
 
 
-FIRST_RETRY_SECONDS: Final = 0.05
-LAST_RETRY_SECONDS: Final = 2.0
 QUIET_SECONDS: Final = 1.2
 """Seconds without an answer to an attempt after which the coordinator may be stopped."""
-_ATTEMPT_SECONDS: Final = 5.0
-_PING_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 1.0
-_MESSAGE_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,25 +225,14 @@ class CoordinatorSession:
 
     Args:
         url: ``http://host:port/v1/agent``.
-        token: the secret that authenticates this agent.
+        access: to the coordinator.
         connect_timeout: seconds that the first connection may take.
         hooks: callbacks of the owner.
-        forwarded: whether a process forwards from ``url`` to the coordinator.
-        trust: whether the link is encrypted, and which certificate is accepted.
     """
 
-    def __init__(
-        self,
-        url: str,
-        token: Token,
-        connect_timeout: float,
-        hooks: SessionHooks,
-        *,
-        forwarded: bool = False,
-        trust: Trust = PLAIN,
-    ) -> None:
+    def __init__(self, url: str, access: Access, connect_timeout: float, hooks: SessionHooks) -> None:
         self._url = url
-        self._token, self._forwarded, self._trust = token, forwarded, trust
+        self._access = access
         self._unproven_told = False
         self._connect_timeout = connect_timeout
         self._hooks = hooks
@@ -298,7 +288,7 @@ class CoordinatorSession:
             SessionRefused: the coordinator refuses this agent.
             CoordinatorUnavailable: the coordinator did not answer in time at the start.
         """
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ATTEMPT_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=ATTEMPT_SECONDS)
         try:
             async with aiohttp.ClientSession(timeout=timeout) as http:
                 await self._keep(http)
@@ -328,11 +318,7 @@ class CoordinatorSession:
     async def _one_connection(self, http: aiohttp.ClientSession) -> bool:
         """Carry messages until the connection ends; return whether the coordinator closed it after a goodbye."""
         closing = aiohttp.ClientWSTimeout(ws_close=_CLOSE_SECONDS)
-        options: dict[str, Any] = {"timeout": closing, "heartbeat": _PING_SECONDS, "max_msg_size": _MESSAGE_BYTES}
-        socket = await open_socket(
-            http, self._url, self._token, forwarded=self._forwarded, trust=self._trust, **options
-        )
-        async with socket:
+        async with await open_socket(http, self._url, self._access, timeout=closing) as socket:
             self._transport = _transport_of(socket)
             self._outbox.opened()
             await socket.send_str(wire.encode(self._hooks.register()).decode())

@@ -209,7 +209,7 @@ def _of_folder(state_dir: Path) -> psutil.Process | None:
 def _spawn(options: AgentOptions, log: Path) -> subprocess.Popen[bytes]:
     # Without the variables that mark a worker: the coordinator must not tie its life to this agent.
     environment = {name: value for name, value in os.environ.items() if name not in environ.FROM_AGENT}
-    environment[environ.TOKEN] = options.token.secret
+    environment[environ.TOKEN] = options.access.token.secret
     command = [
         sys.executable,
         "-m",
@@ -220,7 +220,7 @@ def _spawn(options: AgentOptions, log: Path) -> subprocess.Popen[bytes]:
         "coordinator.started_by_agent=true",
         "coordinator.exit_when_idle=true",
         f"coordinator.allow_injection={str(options.allow_injection).lower()}",
-        *_encryption(options.trust, options.coordinator_host),
+        *_encryption(options.access.trust, options.coordinator_host),
     ]
     with open(log, "ab", opener=open_private) as output:
         return subprocess.Popen(

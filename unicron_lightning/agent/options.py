@@ -24,10 +24,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from unicron_lightning import environ
-from unicron_lightning.credentials import Token, is_loopback, token_for
+from unicron_lightning.credentials import is_loopback
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.private_files import user_path
-from unicron_lightning.tls import PLAIN, Trust, trust_for
+from unicron_lightning.tls import Access, AccessOptions
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -152,13 +152,9 @@ class AgentOptions:
     embedded: bool
     """Whether this agent may start the coordinator: the endpoint names this machine and the user did not forbid it."""
     state_dir: Path
-    token: Token
+    access: Access
     host: str
     """This agent's address for sockets of other nodes' workers."""
-    forwarded: bool = False
-    """Whether a process, e.g. a tunnel, forwards from the endpoint to the coordinator."""
-    trust: Trust = PLAIN
-    """Whether the link is encrypted, and which certificate is accepted."""
     allow_injection: bool = False
     """Whether a coordinator that this agent starts allows fault injection."""
     prepare: bool = True
@@ -183,7 +179,7 @@ class AgentOptions:
     @property
     def url(self) -> str:
         """URL of the agent's session."""
-        return f"{self.trust.scheme}://{self.endpoint}/v1/agent"
+        return f"{self.access.trust.scheme}://{self.endpoint}/v1/agent"
 
 
 def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
@@ -196,7 +192,13 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
     _check_keys(conf)
     host, port = parse_endpoint(parameters.endpoint)
     loopback = is_loopback(host)
-    token = token_for(host, conf.get("token_file"), option="--rdzv-conf token_file=")
+    access = AccessOptions(
+        token_file=conf.get("token_file"),
+        forwarded=_flag(conf, "forwarded", default=False),
+        tls=conf.get("tls"),
+        tls_client=conf.get("tls_client"),
+        plaintext=_flag(conf, "plaintext", default=False),
+    ).access(host, "--rdzv-conf token_file=", "--rdzv-conf tls=")
     node = str(conf.get("node") or socket.gethostname())
     return AgentOptions(
         task=parameters.run_id,
@@ -211,16 +213,8 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         coordinator_port=port,
         embedded=_flag(conf, "embedded", default=True) and _names_this_machine(host),
         state_dir=_state_dir(conf.get("state_dir"), host, port),
-        token=token,
+        access=access,
         host=DEFAULT_HOST if loopback else _own_address(parameters.local_addr, host, port),
-        forwarded=_flag(conf, "forwarded", default=False),
-        trust=trust_for(
-            host,
-            tls=conf.get("tls"),
-            client=conf.get("tls_client"),
-            plaintext=_flag(conf, "plaintext", default=False),
-            option="--rdzv-conf tls=",
-        ),
         allow_injection=_flag(conf, "allow_injection", default=False),
         prepare=_flag(conf, "prepare", default=_variable(environ.PREPARE, default=True)),
         worker_timeout=_seconds(conf, "worker_timeout", 10.0) if "worker_timeout" in conf else None,

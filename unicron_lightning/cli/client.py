@@ -16,41 +16,17 @@ import sqlite3
 import sys
 import time
 import urllib.parse
-from dataclasses import dataclass, replace
+from dataclasses import fields
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
 from unicron_lightning import environ
 from unicron_lightning.cli.output import visible
-from unicron_lightning.credentials import Token, token_for
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
-from unicron_lightning.proof import (
-    ANSWER_HEADER,
-    MOST_CHALLENGE_BYTES,
-    MOST_REQUEST_BYTES,
-    Transcript,
-    answer_proof,
-    authorization,
-    check_coordinator,
-    new_nonce,
-    same,
-    unproven,
-)
-from unicron_lightning.tls import (
-    PLAIN,
-    Certificate,
-    TlsExpected,
-    Trust,
-    address_of,
-    client_context,
-    encrypted,
-    explained,
-    hung_up,
-    ssl_error_in,
-    tls_expected,
-    trust_for,
-)
+from unicron_lightning.handshake import Handshake
+from unicron_lightning.proof import ANSWER_HEADER, MOST_CHALLENGE_BYTES, MOST_REQUEST_BYTES
+from unicron_lightning.tls import Access, AccessOptions, TlsExpected
 
 DEFAULT_ENDPOINT: Final = "127.0.0.1:29461"
 _TIMEOUT_SECONDS: Final = 5.0
@@ -86,19 +62,9 @@ def answering() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True, kw_only=True)
-class Access:
-    """Access to a coordinator.
-
-    Attributes:
-        token: the shared secret.
-        forwarded: whether a process forwards from the endpoint to the coordinator.
-        trust: whether the link is encrypted, and which certificate is accepted.
-    """
-
-    token: Token
-    forwarded: bool = False
-    trust: Trust = PLAIN
+def access_options(options: argparse.Namespace) -> AccessOptions:
+    """Return those of the options of `connecting` that are for the access."""
+    return AccessOptions(**{each.name: getattr(options, each.name) for each in fields(AccessOptions)})
 
 
 def access_of(options: argparse.Namespace) -> Access:
@@ -107,12 +73,16 @@ def access_of(options: argparse.Namespace) -> Access:
     Raises:
         ConfigError: there is no token, or a file can't be used.
     """
-    host = _host_of(options.endpoint)
-    return Access(
-        token=token_for(host, options.token_file, option="--token-file "),
-        forwarded=options.forwarded,
-        trust=trust_for(host, tls=options.tls, client=options.tls_client, plaintext=options.plaintext, option="--tls "),
-    )
+    return access_to(options.endpoint, access_options(options))
+
+
+def access_to(endpoint: str, options: AccessOptions) -> Access:
+    """Return the access to an endpoint by options of the command line.
+
+    Raises:
+        ConfigError: there is no token, or a file can't be used.
+    """
+    return options.access(_host_of(endpoint), "--token-file ", "--tls ")
 
 
 def _host_of(endpoint: str) -> str:
@@ -148,8 +118,7 @@ def fetch(
     if len(content) >= MOST_REQUEST_BYTES:
         raise UnicronError(f"the order for {path} has {len(content)} bytes: expected < {MOST_REQUEST_BYTES}")
     if access is None:
-        host = _host_of(endpoint)
-        access = Access(token=token_for(host, None, option="--token-file "), trust=trust_for(host, option="--tls "))
+        access = access_to(endpoint, AccessOptions())
     target = path + (f"?{urllib.parse.urlencode(query)}" if query else "")
     status, answer = request(endpoint, method, target, access, content)
     if status != HTTPStatus.OK:
@@ -175,59 +144,50 @@ def request(endpoint: str, method: str, target: str, access: Access, body: bytes
     except TlsExpected:
         if not access.trust.may_encrypt:
             raise
-    return _request(endpoint, method, target, replace(access, trust=encrypted(access.trust)), body)
+    return _request(endpoint, method, target, access.encrypted, body)
 
 
 def _request(endpoint: str, method: str, target: str, access: Access, body: bytes) -> tuple[int, bytes]:
+    handshake = Handshake(endpoint, access)
     try:
-        connection, certificate = _connection(endpoint, access.trust)
-        with contextlib.closing(connection):
+        with contextlib.closing(_connection(endpoint, handshake)) as connection:
             connection.connect()
             connection.auto_open = 0  # the certificate of this connection is known
-            meeting = _meet(connection, endpoint, access, certificate)
-            headers = {"Authorization": authorization(access.token.secret, meeting, method, target, body)}
+            _meet(connection, handshake)
+            headers = handshake.headers(method, target, body)
             connection.request(method, target, body=body or None, headers=headers)
             answer = connection.getresponse()
             content = answer.read()
     except (OSError, http.client.HTTPException, ValueError) as error:
-        cause = ssl_error_in(error) if access.trust.encrypted else None
-        if cause is not None:
-            raise explained(endpoint, cause, access.trust) from None
+        reason = handshake.explained(error)
+        if reason is not None:
+            raise reason from None
         raise CoordinatorUnavailable(f"no coordinator answers at {endpoint}: {error}") from None
-    expected = answer_proof(access.token.secret, meeting, answer.status, content)
-    if not same(answer.headers.get(ANSWER_HEADER, ""), expected):
-        raise unproven(endpoint, access.token)
+    handshake.check(answer.headers.get(ANSWER_HEADER), answer.status, content)
     return answer.status, content
 
 
-def _connection(endpoint: str, trust: Trust) -> tuple[http.client.HTTPConnection, Certificate]:
+def _connection(endpoint: str, handshake: Handshake) -> http.client.HTTPConnection:
     parts = urllib.parse.urlsplit(f"//{endpoint}")
-    host, certificate = parts.hostname or "", Certificate(trust)
+    host, context = parts.hostname or "", handshake.context
     # No proxy: an endpoint is a host of the cluster.
-    if not trust.encrypted:
-        return http.client.HTTPConnection(host, parts.port, timeout=_TIMEOUT_SECONDS), certificate
-    context = client_context(trust, certificate)
-    return http.client.HTTPSConnection(host, parts.port, timeout=_TIMEOUT_SECONDS, context=context), certificate
+    if context is None:
+        return http.client.HTTPConnection(host, parts.port, timeout=_TIMEOUT_SECONDS)
+    return http.client.HTTPSConnection(host, parts.port, timeout=_TIMEOUT_SECONDS, context=context)
 
 
-def _meet(
-    connection: http.client.HTTPConnection, endpoint: str, access: Access, certificate: Certificate
-) -> Transcript:
-    client = new_nonce()
-    connection.request("GET", f"/v1/challenge?nonce={client}")
-    dialled = certificate.name if access.trust.encrypted else address_of(connection.sock.getpeername())
+def _meet(connection: http.client.HTTPConnection, handshake: Handshake) -> None:
+    connection.request("GET", handshake.challenge)
+    peer = connection.sock.getpeername() if handshake.context is None else None
     try:
         answer = connection.getresponse()
     except ConnectionResetError as error:  # or http.client.RemoteDisconnected, which is one too
-        if access.trust.encrypted:
-            raise hung_up(endpoint, access.trust) from error
-        raise
-    if answer.status == HTTPStatus.UPGRADE_REQUIRED and not access.trust.encrypted:
-        raise tls_expected(endpoint, access.trust)
-    content = answer.read(MOST_CHALLENGE_BYTES) if answer.status == HTTPStatus.OK else b""
-    meeting = check_coordinator(endpoint, access.token, client, content, dialled, forwarded=access.forwarded)
+        refused = handshake.refused()
+        if refused is None:
+            raise
+        raise refused from error
+    handshake.meet(answer.status, answer.read(MOST_CHALLENGE_BYTES), peer)
     answer.read()
-    return meeting
 
 
 def _reason(answer: bytes) -> str | None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from unicron_lightning.cli.client import access_of, connecting, fetch
+from unicron_lightning.cli.client import access_of, access_options, connecting, fetch
 from unicron_lightning.cli.output import log_visible, visible
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable, UnicronError
 from unicron_lightning.private_files import open_regular
@@ -59,13 +59,9 @@ def _agent(options: argparse.Namespace) -> int:
         logs=options.logs,
         log_megabytes=options.log_size,
         log_files=options.log_files,
-        token_file=options.token_file,
+        access=access_options(options),
         local_addr=options.local_addr,
         stop_seconds=options.stop_seconds,
-        forwarded=options.forwarded,
-        tls=options.tls,
-        tls_client=options.tls_client,
-        plaintext=options.plaintext,
         leave_on=options.leave_signal,
         notice_file=options.notice_file,
         rack=options.rack,

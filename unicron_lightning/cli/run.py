@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 from unicron_lightning import environ
 from unicron_lightning.agent.options import DEFAULT_HOST, parse_endpoint
-from unicron_lightning.cli.client import DEFAULT_ENDPOINT, Access
+from unicron_lightning.cli.client import DEFAULT_ENDPOINT
 from unicron_lightning.cli.node import Tail
 from unicron_lightning.cli.output import visible
 from unicron_lightning.credentials import token_for
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.tls import Access
 
 if TYPE_CHECKING:
     from unicron_lightning.local_cluster.cluster import LocalCluster

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from unicron_lightning.coordinator.events import Limits
-from unicron_lightning.coordinator.severity.record import SEVERITY
+from unicron_lightning.coordinator.severity.record import SEVERITY, SeverityLimits
 from unicron_lightning.detection.health import HealthLimits, Pattern
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.errors import ConfigError
@@ -250,27 +250,8 @@ class DetectionConfig:
 
 
 @dataclass(kw_only=True)
-class SeverityConfig:
+class SeverityConfig(SeverityLimits):
     """Group ``severity``: escalation of repeated errors. See docs/detection.md."""
-
-    reattempt_limit: int = 3
-    """Renewals of a broken connection in place, without a finished step, before a suspect is restarted."""
-    reattempt_window: float = 300.0
-    """Window of `reattempt_limit`: earlier renewals do not count."""
-    soon_steps: int = 3
-    """Steps within which a new worker's failure is attributed to its node."""
-    cordon_failures: int = 4
-    """Number of such failures in a row on one node after which it is cordoned."""
-    cordon_window: float = 3600.0
-    """Window of `cordon_failures`: earlier failures do not count."""
-    crash_attempts: int = 5
-    """Number of failures at the same step, with no step finished beyond it, after which a task is stopped."""
-    crash_lives: int = 10
-    """Number of lives from a checkpoint, none of which got further than earlier ones, after which a task is stopped."""
-    hold_timeout: float = 3600.0
-    """Time that a task may hold below its minimum of nodes, after which it is stopped."""
-    strict: bool = False
-    """Whether errors escalate as in the paper: whoever is at fault, and whether or not a task needs the node."""
 
     def __post_init__(self) -> None:
         _check("severity", ">", 0, **{name: value for name, value in vars(self).items() if name != "strict"})
@@ -341,12 +322,13 @@ class CoordinatorConfig:
 
     def limits(self) -> Limits:
         """Return the parameters of the state machine."""
-        sections = (self.coordinator, self.cluster, self.detection, self.severity, self.health)
+        sections = (self.coordinator, self.cluster, self.detection, self.health)
         given = {name: value for section in sections for name, value in vars(section).items()}
         made: dict[str, Any] = {
             "silence": self.detection.silence(),
             "watch": self.detection.watch(),
             "health": HealthLimits(**{each.name: given[each.name] for each in fields(HealthLimits)}),
+            "severity": SeverityLimits(**vars(self.severity)),
             "patterns": tuple(Pattern(pattern=row.pattern, kind=row.kind) for row in self.health.patterns),
         }
         same = {each.name: given[each.name] for each in fields(Limits) if each.name in given}

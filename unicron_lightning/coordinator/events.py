@@ -17,6 +17,7 @@ import msgspec
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.incidents.facts import Fact
+from unicron_lightning.coordinator.severity.record import SeverityLimits
 from unicron_lightning.detection.health import HealthLimits, Pattern
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.faults.fault import Fault
@@ -131,15 +132,7 @@ class Limits:
     probe_time: float = 1.5
     degraded_time: float = 10.0
     straggler_factor: float = 1.25
-    reattempt_limit: int = 3
-    reattempt_window: float = 300.0
-    soon_steps: int = 3
-    cordon_failures: int = 4
-    cordon_window: float = 3600.0
-    crash_attempts: int = 5
-    crash_lives: int = 10
-    strict: bool = False
-    hold_timeout: float = 3600.0
+    severity: SeverityLimits = field(default_factory=SeverityLimits)
     patterns: tuple[Pattern, ...] = ()
     nan_loss: str = "tell"
     allow_injection: bool = False

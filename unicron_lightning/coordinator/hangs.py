@@ -42,13 +42,11 @@ class Verdict:
     Attributes:
         culprits: members that hang.
         collective: whether the communicator hangs.
-        mute: whether the culprits are those that have not answered.
         unnamed: whether no member waits for the culprits, so that they may be slow.
     """
 
     culprits: tuple[str, ...] = ()
     collective: bool = False
-    mute: bool = False
     unnamed: bool = False
 
 
@@ -119,7 +117,7 @@ def judge(
     if not mute:
         return Verdict(collective=True) if asked >= collective_time else NOTHING
     if asked >= mute_time and reachable.issuperset(mute):
-        return Verdict(culprits=tuple(mute), mute=True)
+        return Verdict(culprits=tuple(mute))
     return NOTHING
 
 

@@ -46,15 +46,14 @@ class Pattern(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return re.search(self.pattern, text) is not None
 
 
-def classify(texts: Sequence[str], patterns: Sequence[Pattern] = ()) -> Pattern | None:
-    """Return the first matching pattern.
+def classify(texts: Sequence[str]) -> Pattern | None:
+    """Return the first matching pattern of the built-in table.
 
     Args:
         texts: ``TYPE: message`` of an exception, then of its causes: the first text with a match counts.
-        patterns: the user's own, which precede the built-in ones.
     """
     for text in texts:
-        for pattern in (*patterns, *builtin()):
+        for pattern in builtin():
             if pattern.found_in(text[:_SEARCHED_CHARACTERS]):
                 return pattern
     return None

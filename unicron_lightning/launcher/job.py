@@ -30,25 +30,16 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job, JobShare
 from unicron_lightning.private_files import read_regular
+from unicron_lightning.tls import AccessOptions
 
 
 @dataclass(kw_only=True)
-class LauncherConfig(JobShare):
-    """Schema of ``hydra.launcher``; the share is that of each job."""
+class LauncherConfig(JobShare, AccessOptions):
+    """Schema of ``hydra.launcher``; the share is that of each job, and the access that to the coordinator."""
 
     _target_: str = "hydra_plugins.hydra_unicron_launcher.unicron_launcher.UnicronLauncher"
     endpoint: str | None = None
     """``HOST:PORT`` of the coordinator; None: the variable UNICRON_ENDPOINT, else 127.0.0.1:29461."""
-    token_file: str | None = None
-    """File with the coordinator's token; None: the variable UNICRON_TOKEN, else the file made for the user."""
-    forwarded: bool = False
-    """Whether a process, e.g. a tunnel, forwards from the endpoint to the coordinator."""
-    tls: str | None = None
-    """Certificate that is accepted: a CA's file, ``sha256:FINGERPRINT``, or auto; None: auto beyond loopback."""
-    tls_client: str | None = None
-    """File with this client's certificate and its key, for a coordinator that asks for one."""
-    plaintext: bool = False
-    """Whether the link may be plain beyond loopback."""
     max_restarts: int = 3
     """Restarts of a job's workers on a node until the job has failed. Few, as a sweep may try values that
     cannot work.

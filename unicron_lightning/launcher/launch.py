@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unicron_lightning import environ
 from unicron_lightning.agent.options import DEFAULT_HOST, parse_endpoint
-from unicron_lightning.cli.client import DEFAULT_ENDPOINT, Access, fetch, quoted
+from unicron_lightning.cli.client import DEFAULT_ENDPOINT, fetch, quoted
 from unicron_lightning.credentials import is_loopback, token_for
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable, UnicronError
 from unicron_lightning.jobs import Job, problem
@@ -41,7 +41,7 @@ from unicron_lightning.launcher.job import (
 )
 from unicron_lightning.local_cluster.cluster import LocalCluster
 from unicron_lightning.local_cluster.processes import sigterm_raises
-from unicron_lightning.tls import trust_for
+from unicron_lightning.tls import Access
 
 logger = logging.getLogger(__name__)
 
@@ -265,15 +265,7 @@ def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, Ac
 
 def _access(options: LauncherConfig, endpoint: str) -> Access:
     host = endpoint.rpartition(":")[0] or endpoint
-    token = token_for(host, options.token_file, option="hydra.launcher.token_file=")
-    trust = trust_for(
-        host,
-        tls=options.tls,
-        client=options.tls_client,
-        plaintext=options.plaintext,
-        option="hydra.launcher.tls=",
-    )
-    return Access(token=token, forwarded=options.forwarded, trust=trust)
+    return options.access(host, "hydra.launcher.token_file=", "hydra.launcher.tls=")
 
 
 def _runs_no_jobs(endpoint: str, access: Access) -> bool:

@@ -26,12 +26,13 @@ from typing import Any, Final, TypeVar
 import psutil  # type: ignore[import-untyped]
 
 from unicron_lightning import environ
-from unicron_lightning.cli.client import Access, fetch, quoted
+from unicron_lightning.cli.client import fetch, quoted
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 from unicron_lightning.local_cluster import processes
 from unicron_lightning.local_cluster.processes import ProbedT, Processes, free_port, kill, tied
 from unicron_lightning.private_files import RECORD
+from unicron_lightning.tls import Access
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +83,6 @@ class Proxy:
     def heal(self) -> None:
         """Forward again."""
         self._cut = False
-
-    def retarget(self, target: int) -> None:
-        """Connect to another port from now on."""
-        self._target = target
 
     def reset(self) -> None:
         """Break all connections at once; new ones are served."""

@@ -23,23 +23,22 @@ import msgspec
 
 from unicron_lightning import wire
 from unicron_lightning.agent.options import LeaveNotices
-from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnproven, SessionRefused
-from unicron_lightning.link import end_tasks, open_socket, retry_delay
+from unicron_lightning.link import (
+    ATTEMPT_SECONDS,
+    FIRST_RETRY_SECONDS,
+    LAST_RETRY_SECONDS,
+    end_tasks,
+    open_socket,
+    retry_delay,
+)
 from unicron_lightning.node.options import NodeOptions, remember_logs
 from unicron_lightning.node.process import AgentProcess
 from unicron_lightning.node.reconcile import AgentKey, key_of, steps
-from unicron_lightning.tls import PLAIN, Trust
+from unicron_lightning.tls import Access
 from unicron_lightning.wire.daemon import Launch, NodeHello, NodeReport, NodeRun, NodeTask, decode_to_node
 
 logger = logging.getLogger(__name__)
-
-
-_FIRST_RETRY_SECONDS: Final = 0.05
-_LAST_RETRY_SECONDS: Final = 2.0
-_ATTEMPT_SECONDS: Final = 5.0
-_PING_SECONDS: Final = 10.0
-_MESSAGE_BYTES: Final = 64 << 20
 
 
 class NodeLink:
@@ -47,25 +46,16 @@ class NodeLink:
 
     Args:
         url: ``http://host:port/v1/node``.
-        token: the shared secret.
+        access: to the coordinator.
         hello: builds the first message of a connection.
         received: called with each message of the coordinator.
-        forwarded: whether a process forwards from ``url`` to the coordinator.
-        trust: whether the link is encrypted, and which certificate is accepted.
     """
 
     def __init__(
-        self,
-        url: str,
-        token: Token,
-        hello: Callable[[], NodeHello],
-        received: Callable[[NodeRun], None],
-        *,
-        forwarded: bool = False,
-        trust: Trust = PLAIN,
+        self, url: str, access: Access, hello: Callable[[], NodeHello], received: Callable[[NodeRun], None]
     ) -> None:
         self._url = url
-        self._token, self._forwarded, self._trust = token, forwarded, trust
+        self._access = access
         self._hello = hello
         self._received = received
         self._unsent: asyncio.Queue[NodeReport] = asyncio.Queue()
@@ -83,27 +73,23 @@ class NodeLink:
         Raises:
             SessionRefused: the coordinator refuses this daemon.
         """
-        retry = _FIRST_RETRY_SECONDS
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ATTEMPT_SECONDS)
+        retry = FIRST_RETRY_SECONDS
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=ATTEMPT_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout) as http:
             while True:
                 try:
                     await self._one_connection(http)
-                    retry = _FIRST_RETRY_SECONDS
+                    retry = FIRST_RETRY_SECONDS
                 except (aiohttp.ClientError, OSError, asyncio.TimeoutError, CoordinatorUnproven) as error:
                     if not self._away_told:
                         self._away_told = True
                         logger.warning("coordinator_not_reached url=%s error=%s; retrying", self._url, error)
                 self._stands = False
                 await asyncio.sleep(retry_delay(retry))
-                retry = min(2 * retry, _LAST_RETRY_SECONDS)
+                retry = min(2 * retry, LAST_RETRY_SECONDS)
 
     async def _one_connection(self, http: aiohttp.ClientSession) -> None:
-        options: dict[str, Any] = {"heartbeat": _PING_SECONDS, "max_msg_size": _MESSAGE_BYTES}
-        socket = await open_socket(
-            http, self._url, self._token, forwarded=self._forwarded, trust=self._trust, **options
-        )
-        async with socket:
+        async with await open_socket(http, self._url, self._access) as socket:
             self._unsent = asyncio.Queue()
             self._stands, self._away_told = True, False
             await socket.send_str(wire.encode(self._hello()).decode())
@@ -152,9 +138,7 @@ class Daemon:
         self._ending = asyncio.Event()
         self._changed = asyncio.Event()
         self._told: list[NodeTask] = []
-        self._link = NodeLink(
-            options.url, options.token, self._hello, self._run, forwarded=options.forwarded, trust=options.trust
-        )
+        self._link = NodeLink(options.url, options.access, self._hello, self._run)
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then stop all agents; a second signal kills them.

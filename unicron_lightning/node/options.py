@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from unicron_lightning.agent.options import leave_signal, parse_endpoint
-from unicron_lightning.credentials import Token, is_loopback, token_for
+from unicron_lightning.credentials import is_loopback
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.private_files import make_private, open_private, user_path
-from unicron_lightning.tls import Trust, trust_for
+from unicron_lightning.tls import Access, AccessOptions
 
 _LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RANGE: Final = re.compile(r"(\d+)-(\d+)")
@@ -106,11 +106,9 @@ class NodeOptions:
         logs: folder for the tasks' logs.
         log_bytes: size at which a log file is rotated.
         log_files: full log files kept of each stream.
-        token: the shared secret.
-        token_file: the user's file with the token; None: the torchrun agents get it in a file of the daemon's.
-        forwarded: whether a process forwards from the endpoint to the coordinator.
-        trust: whether the link is encrypted, and which certificate is accepted.
-        tls: the same as the user gave it, for the torchrun agents; paths are absolute. Keys of ``--rdzv-conf``.
+        access: to the coordinator.
+        for_torchrun: the user's options for it, as keys of ``--rdzv-conf`` for the torchrun agents; paths are absolute.
+            Without a ``token_file`` they get the token in a file of the daemon's.
         local_addr: this machine's address for other nodes' workers; None: detected.
         stop_seconds: time for torchrun to stop before all its processes are killed.
         leave_signal: signal that ends the daemon as SIGTERM does.
@@ -124,11 +122,8 @@ class NodeOptions:
     logs: Path
     log_bytes: int
     log_files: int
-    token: Token
-    token_file: Path | None
-    forwarded: bool
-    trust: Trust
-    tls: Mapping[str, str]
+    access: Access
+    for_torchrun: Mapping[str, str]
     local_addr: str | None
     stop_seconds: float
     leave_signal: signal.Signals | None = None
@@ -138,7 +133,7 @@ class NodeOptions:
     @property
     def url(self) -> str:
         """URL of the daemon's session."""
-        return f"{self.trust.scheme}://{self.endpoint}/v1/node"
+        return f"{self.access.trust.scheme}://{self.endpoint}/v1/node"
 
 
 def make_options(
@@ -149,16 +144,12 @@ def make_options(
     logs: str | None,
     log_megabytes: float,
     log_files: int,
-    token_file: str | None,
+    access: AccessOptions,
     local_addr: str | None,
     stop_seconds: float,
-    forwarded: bool = False,
-    tls: str | None = None,
-    tls_client: str | None = None,
-    plaintext: bool = False,
-    leave_on: str | None = None,
-    notice_file: str | None = None,
-    rack: str | None = None,
+    leave_on: str | None,
+    notice_file: str | None,
+    rack: str | None,
 ) -> NodeOptions:
     """Check the options.
 
@@ -172,11 +163,11 @@ def make_options(
     if rack is not None and not _NODE.fullmatch(rack):
         raise ConfigError(f"--rack {rack}: expected letters, digits, '.', '_' and '-'")
     if not log_megabytes > 0 or log_files < 0 or not stop_seconds > 0:
-        given = f"--log-size {log_megabytes} --log-files {log_files} --stop-seconds {stop_seconds}"
-        raise ConfigError(f"{given}: expected sizes and times > 0, and a number of files >= 0")
-    token = token_for(host, token_file, option="--token-file ")
-    trust = trust_for(host, tls=tls, client=tls_client, plaintext=plaintext, option="--tls ")
-    for option, path in (("--token-file", token_file), ("--tls", tls), ("--tls-client", tls_client)):
+        sizes = f"--log-size {log_megabytes} --log-files {log_files} --stop-seconds {stop_seconds}"
+        raise ConfigError(f"{sizes}: expected sizes and times > 0, and a number of files >= 0")
+    own = access.access(host, "--token-file ", "--tls ")
+    given = (("--token-file", access.token_file), ("--tls", access.tls), ("--tls-client", access.tls_client))
+    for option, path in given:
         if path is not None and ("," in path or "=" in path):
             raise ConfigError(f"{option} {path}: expected a path without ',' and '='")
     return NodeOptions(
@@ -186,11 +177,8 @@ def make_options(
         logs=Path(logs).absolute() if logs else default_logs(),
         log_bytes=int(log_megabytes * _MEGABYTE),
         log_files=log_files,
-        token=token,
-        token_file=Path(token_file).absolute() if token_file else None,
-        forwarded=forwarded,
-        trust=trust,
-        tls=_for_torchrun(trust, tls, plaintext=plaintext),
+        access=own,
+        for_torchrun=_for_torchrun(own, access),
         local_addr=None if is_loopback(host) else local_addr,
         stop_seconds=stop_seconds,
         leave_signal=leave_signal(leave_on, "--leave-signal "),
@@ -199,15 +187,15 @@ def make_options(
     )
 
 
-def _for_torchrun(trust: Trust, tls: str | None, *, plaintext: bool) -> dict[str, str]:
-    conf: dict[str, str] = {}
-    if tls is not None:
-        conf["tls"] = tls if trust.ca is None else str(trust.ca)
+def _for_torchrun(access: Access, given: AccessOptions) -> dict[str, str]:
+    trust, conf = access.trust, {}
+    if given.token_file:
+        conf["token_file"] = str(Path(given.token_file).absolute())
+    if given.tls is not None:
+        conf["tls"] = given.tls if trust.ca is None else str(trust.ca)
     if trust.client is not None:
         conf["tls_client"] = str(trust.client)
-    if plaintext:
-        conf["plaintext"] = "true"
-    return conf
+    return {**conf, **{name: "true" for name in ("forwarded", "plaintext") if getattr(given, name)}}
 
 
 def default_logs() -> Path:

@@ -46,10 +46,10 @@ def hand_token(options: NodeOptions, scratch: Path) -> None:
     """Write the token to a file for torchrun alone: arguments are visible to all users, and workers inherit
     variables.
     """
-    if options.token_file is None:
+    if "token_file" not in options.for_torchrun:
         path = scratch / _TOKEN_FILE
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-            file.write(options.token.secret)
+            file.write(options.access.token.secret)
 
 
 def torchrun_command(launch: Launch, options: NodeOptions, scratch: Path) -> list[str]:
@@ -67,12 +67,10 @@ def torchrun_command(launch: Launch, options: NodeOptions, scratch: Path) -> lis
     conf = {"node": options.node, "slot": launch.slot, "weight": f"{job.weight!r}", "embedded": "false"}
     # The order to start has just arrived: an absent coordinator is being restarted.
     conf["connect_timeout"] = f"{_CONNECT_SECONDS}"
-    conf["token_file"] = str(options.token_file or scratch / _TOKEN_FILE)
+    conf["token_file"] = str(scratch / _TOKEN_FILE)
     if options.rack is not None:
         conf["rack"] = options.rack
-    if options.forwarded:
-        conf["forwarded"] = "true"
-    conf.update(options.tls)
+    conf.update(options.for_torchrun)
     return [
         *(_interpreter(job), "-m", "unicron_lightning.node.launch"),
         *("--rdzv-backend", "unicron", "--rdzv-endpoint", options.endpoint, "--rdzv-id", job.name),
@@ -121,7 +119,7 @@ def torchrun_environment(
     environment.update(job.environment)
     for name, source in job.secrets.items():
         environment[name] = _secret(name, source, inherited)
-        if options.token.secret in environment[name]:
+        if options.access.token.secret in environment[name]:
             raise ValueError(f"secrets.{name}={source}: it holds the token, which no job gets; expected another secret")
     devices = next(slot.devices for slot in options.slots if slot.label == launch.slot)
     if devices is not None:

@@ -239,7 +239,8 @@ class System:
             costs = replace(costs, detection=late)
         self.costs = costs
         # A task below its minimum waits for repairs as those of the other systems do.
-        self._limits = replace(limits, hold_timeout=max(limits.hold_timeout, trace.seconds))
+        held = replace(limits.severity, hold_timeout=max(limits.severity.hold_timeout, trace.seconds))
+        self._limits = replace(limits, severity=held)
         before = 60.0 + 20.0 * (costs.takes("start") + costs.takes("join") + costs.extra.get("launch", 0.0))
         self.clock = Clock(start=-micros(before))
         self.books = Books(cluster, tasks, trace, costs, self.clock)

@@ -13,6 +13,7 @@ from unicron_lightning import wire
 from unicron_lightning.agent.coordinator_session import QUIET_SECONDS, CoordinatorSession, Pulse, SessionHooks
 from unicron_lightning.credentials import token_for
 from unicron_lightning.detection.silence import SilenceLimits
+from unicron_lightning.tls import Access
 
 
 def register() -> wire.Register:
@@ -51,7 +52,9 @@ async def test_at_the_loss_of_a_session_it_is_checked_whether_the_coordinator_is
     )
     with FakeCoordinator().serving() as coordinator:
         url = f"http://127.0.0.1:{coordinator.port}/v1/agent"
-        running = asyncio.create_task(CoordinatorSession(url, token_for("127.0.0.1", None), 60.0, hooks).run())
+        running = asyncio.create_task(
+            CoordinatorSession(url, Access(token=token_for("127.0.0.1", None)), 60.0, hooks).run()
+        )
         await asyncio.wait_for(stands.wait(), 60)
         assert order == []
     await asyncio.wait_for(refused.wait(), 60)
@@ -81,7 +84,9 @@ async def test_an_attempt_without_an_answer_asks_soon_whether_the_coordinator_is
         )
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/agent"
         began = time.monotonic()
-        running = asyncio.create_task(CoordinatorSession(url, token_for("127.0.0.1", None), 60.0, hooks).run())
+        running = asyncio.create_task(
+            CoordinatorSession(url, Access(token=token_for("127.0.0.1", None)), 60.0, hooks).run()
+        )
         await asyncio.wait_for(first.wait(), 60)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

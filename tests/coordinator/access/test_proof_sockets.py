@@ -14,16 +14,17 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from coordinator.shell import Coordinator, ask, known
+from coordinator.shell import Coordinator, access, ask
 
 from unicron_lightning import wire
 from unicron_lightning.agent.coordinator_session import CoordinatorSession, SessionHooks
-from unicron_lightning.cli.client import Access, fetch
+from unicron_lightning.cli.client import fetch
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven, UnicronError
 from unicron_lightning.link import open_socket
 from unicron_lightning.node.daemon import NodeLink
 from unicron_lightning.proof import Transcript, authorization, new_nonce
+from unicron_lightning.tls import Access
 from unicron_lightning.wire.daemon import NodeHello, NodeRun
 
 SECRET = "a secret that must not be sent"
@@ -118,7 +119,7 @@ def session(url: str, *, forwarded: bool = False) -> CoordinatorSession:
     hooks = SessionHooks(
         register=register, received=lambda _: None, nothing_listens=nothing, not_answering=lambda: None
     )
-    return CoordinatorSession(f"{url}/v1/agent", TOKEN, 2.0, hooks, forwarded=forwarded)
+    return CoordinatorSession(f"{url}/v1/agent", Access(token=TOKEN, forwarded=forwarded), 2.0, hooks)
 
 
 async def test_an_agent_tells_an_impostor_nothing_and_tries_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,7 +140,9 @@ async def test_a_daemon_takes_no_orders_from_an_impostor(caplog: pytest.LogCaptu
 
     async with impostor() as false:
         with caplog.at_level(logging.WARNING):
-            running = asyncio.create_task(NodeLink(f"{false.url}/v1/node", TOKEN, hello, orders.append).run())
+            running = asyncio.create_task(
+                NodeLink(f"{false.url}/v1/node", Access(token=TOKEN), hello, orders.append).run()
+            )
             while len(false.requests) < 3:
                 false.changed.clear()
                 await asyncio.wait_for(false.changed.wait(), 60)
@@ -197,7 +200,7 @@ async def test_one_that_takes_over_after_the_challenge_is_not_believed(coordinat
 async def test_a_wrong_token_is_refused_by_both_ends(coordinator: Coordinator) -> None:
     async with aiohttp.ClientSession() as http:
         with pytest.raises(CoordinatorUnproven, match="cannot prove that it knows the token"):
-            await open_socket(http, f"{coordinator.url}/v1/agent", known("wrong"))
+            await open_socket(http, f"{coordinator.url}/v1/agent", access("wrong"))
         meeting = await challenge(http, coordinator.url)
         for path in ("/v1/agent", "/v1/status"):
             headers = {"Authorization": authorization("wrong", meeting, "GET", path)}

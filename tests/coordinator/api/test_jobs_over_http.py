@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from coordinator.shell import Coordinator, connected, get, known, train
+from coordinator.shell import Coordinator, access, connected, get, train
 from coordinator.shell import ask as proven
 
 from unicron_lightning import wire
@@ -36,7 +36,7 @@ async def test_jobs_are_taken_in_told_to_daemons_and_cancelled(tmp_path: Path) -
                 answered, answer = await ask("POST", "/v1/jobs", body)
                 assert (answered, answer["error"][: len(words)]) == (status, words)
             assert await ask("GET", "/v1/jobs/x") == (404, {"error": "no job 'x' is known"})
-            async with await open_socket(http, f"{coordinator.url}/v1/node", known("secret")) as daemon:
+            async with await open_socket(http, f"{coordinator.url}/v1/node", access("secret")) as daemon:
                 hello = NodeHello(protocol=wire.PROTOCOL_VERSION, node="n", host="h", pid=1, started_at=1.0,
                                            slots=["0"], tasks=[])  # fmt: skip
                 await daemon.send_str(wire.encode(hello).decode())

@@ -17,9 +17,10 @@ import yaml
 from coordinator.shell import Coordinator, connected, known, train
 
 from unicron_lightning import wire
-from unicron_lightning.cli.client import Access, request
+from unicron_lightning.cli.client import request
 from unicron_lightning.local_cluster.processes import free_port
 from unicron_lightning.proof import scrape_credential
+from unicron_lightning.tls import Access
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy" / "prometheus"
 PROMETHEUS = shutil.which("prometheus")

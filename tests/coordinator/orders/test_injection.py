@@ -11,13 +11,14 @@ from coordinator.driver import World, running
 from coordinator.shell import Coordinator
 
 from unicron_lightning import wire
-from unicron_lightning.cli.client import Access, fetch
+from unicron_lightning.cli.client import fetch
 from unicron_lightning.cli.orders import _schedule
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.orders import injection
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 from unicron_lightning.faults.fault import Faults, parse, text
+from unicron_lightning.tls import Access
 
 
 def three() -> tuple[World, list[Any]]:

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 from coordinator.driver import World, running, settle
-from coordinator.shell import Coordinator, connected, get, known, train
+from coordinator.shell import Coordinator, access, connected, get, train
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -138,13 +138,13 @@ async def test_bad_messages_end_their_connection_and_no_other(coordinator):
         await train([a, b])
         async with aiohttp.ClientSession() as http:
             for bad in BAD_REGISTRATIONS:
-                async with await open_socket(http, f"{coordinator.url}/v1/agent", known()) as socket_:
+                async with await open_socket(http, f"{coordinator.url}/v1/agent", access()) as socket_:
                     await socket_.send_str(json.dumps({**REGISTER, **bad}))
                     frame = await socket_.receive(timeout=30)
                     assert isinstance(wire.decode_to_agent(frame.data), wire.Refused), bad
                     assert (await socket_.receive(timeout=30)).type is aiohttp.WSMsgType.CLOSE
             for number, bad in enumerate([*BAD_WORDS, "[" * 50_000]):
-                async with await open_socket(http, f"{coordinator.url}/v1/agent", known()) as socket_:
+                async with await open_socket(http, f"{coordinator.url}/v1/agent", access()) as socket_:
                     fields = {"agent": f"x{number}", "granted": False, "waiting": True, "local_world": None}
                     await socket_.send_str(json.dumps({**REGISTER, **fields}))
                     await socket_.send_str(bad if isinstance(bad, str) else json.dumps(bad))

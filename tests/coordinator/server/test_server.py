@@ -12,7 +12,7 @@ import time
 
 import aiohttp
 import pytest
-from coordinator.shell import Coordinator, connected, get, known, train
+from coordinator.shell import Coordinator, access, connected, get, train
 
 from unicron_lightning import wire
 from unicron_lightning.link import open_socket
@@ -113,7 +113,7 @@ async def test_a_silent_cut_is_noticed_by_missing_pongs(tmp_path):
             url = f"{coordinator.url}/v1/agent"
             async with (
                 aiohttp.ClientSession() as http,
-                await open_socket(http, url, known(), autoping=False) as socket_,
+                await open_socket(http, url, access(), autoping=False) as socket_,
             ):
                 fields = {**register_fields("b"), "min_nodes": 1, "max_nodes": 2}
                 await socket_.send_str(json.dumps(fields))
@@ -135,7 +135,7 @@ async def test_nonsense_closes_that_connection_only(coordinator, garbage):
     async with connected(coordinator.url, "a", nodes=(1, 2)) as (a,):
         await train([a])
         url = f"{coordinator.url}/v1/agent"
-        async with aiohttp.ClientSession() as http, await open_socket(http, url, known()) as socket_:
+        async with aiohttp.ClientSession() as http, await open_socket(http, url, access()) as socket_:
             await (socket_.send_bytes(garbage) if isinstance(garbage, bytes) else socket_.send_str(garbage))
             frame = await socket_.receive(timeout=5)
             if "register" in str(garbage):  # an agent that wanted to take part receives the reason
@@ -150,7 +150,7 @@ async def test_nonsense_closes_that_connection_only(coordinator, garbage):
 async def test_too_large_a_message_closes_the_connection(tmp_path):
     with Coordinator(tmp_path / "state", "coordinator.max_message_bytes=1000") as coordinator:
         url = f"{coordinator.url}/v1/agent"
-        async with aiohttp.ClientSession() as http, await open_socket(http, url, known()) as socket_:
+        async with aiohttp.ClientSession() as http, await open_socket(http, url, access()) as socket_:
             await socket_.send_str("x" * 2000)
             frame = await socket_.receive(timeout=5)
             assert (frame.type, frame.data) == (aiohttp.WSMsgType.CLOSE, aiohttp.WSCloseCode.MESSAGE_TOO_BIG)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from unicron_lightning.coordinator.events import Limits
+from coordinator.driver import limits_of
+
 from unicron_lightning.coordinator.severity.record import REPORTED_ONLY, Failure, SeverityRecord
 from unicron_lightning.coordinator.severity.rules import Case, Decision, FailureContext
 from unicron_lightning.coordinator.severity.workflow import (
@@ -23,8 +25,8 @@ NODES = ("a", "b", "c")
 class Story:
     """A task with an agent and a worker on each node, with equal names."""
 
-    def __init__(self, *, spared: str = "abc", nodes: str = "abc", **limits: float | str) -> None:
-        self.limits = Limits(**limits)  # type: ignore[arg-type]
+    def __init__(self, *, spared: str = "abc", nodes: str = "abc", **limits: Any) -> None:
+        self.limits = limits_of(limits)
         self.record = SeverityRecord()
         self.nodes = nodes
         self.spared = frozenset(spared)

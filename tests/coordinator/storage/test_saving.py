@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from coordinator.shell import ask, connected, get, known, train
+from coordinator.shell import access, ask, connected, get, train
 from hydra import compose, initialize_config_module
 
 from unicron_lightning import wire
@@ -221,7 +221,7 @@ async def daemon(url: str, tasks: list[NodeTask]) -> AsyncIterator[aiohttp.Clien
     hello = NodeHello(
         protocol=wire.PROTOCOL_VERSION, node="n", host="h", pid=1, started_at=1.0, slots=["0"], tasks=tasks
     )
-    async with aiohttp.ClientSession() as http, await open_socket(http, f"{url}/v1/node", known(None)) as socket:
+    async with aiohttp.ClientSession() as http, await open_socket(http, f"{url}/v1/node", access(None)) as socket:
         await socket.send_str(wire.encode(hello).decode())
         yield socket
 

@@ -89,22 +89,11 @@ class FailuresConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
-    """A transformer without measurements; see `unicron_lightning.planner.performance.description.ModelShape`."""
+class TransformerConfig(ModelShape):
+    """A transformer without measurements."""
 
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    sequence_length: int
-    vocabulary_size: int
     global_batch_size: int
     """Samples per optimizer step."""
-    num_kv_heads: int = 0
-    ffn_size: int = 0
-    gated: bool = False
-    biases: bool = True
-    learned_positions: bool = True
-    tied_embeddings: bool = True
     recipe: str = "megatron-core"
     """Training method: megatron-core, megatron-2022 or megatron-2021."""
     may_idle: bool = True

@@ -527,9 +527,11 @@ def review(task: Task, turn: Turn) -> None:
         if task.held is not None:
             _follow(task, turn, *task.held)
         return
-    if task.held is None or (task.committed > task.held[1] and turn.now >= task.held[0] + turn.limits.hold_timeout):
+    if task.held is None or (
+        task.committed > task.held[1] and turn.now >= task.held[0] + turn.limits.severity.hold_timeout
+    ):
         task.held = turn.now, task.committed
-        turn.timer("hold", turn.limits.hold_timeout, task=task.id)
+        turn.timer("hold", turn.limits.severity.hold_timeout, task=task.id)
         turn.save(task)
     task.held = task.held[0], task.committed
     _due(task, turn)
@@ -543,7 +545,7 @@ def _holds(task: Task) -> bool:
 
 def _follow(task: Task, turn: Turn, since: float, step: int) -> None:
     """End the time of a hold, if the task has trained for some steps after it, or is over."""
-    if task.over is not None or task.committed - step >= turn.limits.soon_steps:
+    if task.over is not None or task.committed - step >= turn.limits.severity.soon_steps:
         task.held = None
         turn.cancel("hold", task=task.id)
         turn.save(task)
@@ -562,7 +564,7 @@ def _end_if_alone(task: Task, turn: Turn) -> None:
         return
     node = last[-1].node
     outside = {agent.node for agent in task.agents.values() if agent.id not in inside}
-    where, tries = ("left", EQUAL_FAILURES) if not outside else ("there", turn.limits.crash_attempts)
+    where, tries = ("left", EQUAL_FAILURES) if not outside else ("there", turn.limits.severity.crash_attempts)
     series = task.severity.series.get(node)
     if series is None or len(last) < EQUAL_FAILURES or len(series.times) < tries:
         return
@@ -573,11 +575,11 @@ def _end_if_alone(task: Task, turn: Turn) -> None:
 def restore(task: Task, turn: Turn) -> None:
     """Set the timer again after a restart of the coordinator."""
     if task.held is not None:
-        turn.timer("hold", max(0.0, task.held[0] + turn.limits.hold_timeout - turn.now), task=task.id)
+        turn.timer("hold", max(0.0, task.held[0] + turn.limits.severity.hold_timeout - turn.now), task=task.id)
 
 
 def _due(task: Task, turn: Turn) -> None:
-    if task.held is not None and turn.now >= task.held[0] + turn.limits.hold_timeout and _holds(task):
+    if task.held is not None and turn.now >= task.held[0] + turn.limits.severity.hold_timeout and _holds(task):
         _end(task, turn, f"for {turn.now - task.held[0]:.0f} s (severity.hold_timeout)")
 
 

@@ -324,7 +324,7 @@ def _carry_out(task: Task, turn: Turn, decision: Decision) -> bool:
     if decision.action == "cordon":
         turn.cordon(error.node, decision.reason)
         turn.emit(task, "node_cordoned", **fields)
-        if turn.limits.strict and not turn.spared(task, [error.node]):
+        if turn.limits.severity.strict and not turn.spared(task, [error.node]):
             _isolate(turn, error.node, decision.reason)
         return True
     if "withheld" in decision.facts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import msgspec
@@ -15,6 +16,32 @@ import msgspec
 from unicron_lightning import wire
 
 Severity = Literal["SEV1", "SEV2", "SEV3"]
+
+
+@dataclass(kw_only=True)
+class SeverityLimits:
+    """Limits of the workflow; times in seconds. The group ``severity`` of the configuration inherits them, so that they
+    are not frozen: Hydra cannot override values of a frozen schema.
+    """
+
+    reattempt_limit: int = 3
+    """Renewals of a broken connection in place, without a finished step, before a suspect is restarted."""
+    reattempt_window: float = 300.0
+    """Window of `reattempt_limit`: earlier renewals do not count."""
+    soon_steps: int = 3
+    """Steps within which a new worker's failure is attributed to its node."""
+    cordon_failures: int = 4
+    """Number of such failures in a row on one node after which it is cordoned."""
+    cordon_window: float = 3600.0
+    """Window of `cordon_failures`: earlier failures do not count."""
+    crash_attempts: int = 5
+    """Number of failures at the same step, with no step finished beyond it, after which a task is stopped."""
+    crash_lives: int = 10
+    """Number of lives from a checkpoint, none of which got further than earlier ones, after which a task is stopped."""
+    hold_timeout: float = 3600.0
+    """Time that a task may hold below its minimum of nodes, after which it is stopped."""
+    strict: bool = False
+    """Whether errors escalate as in the paper: whoever is at fault, and whether or not a task needs the node."""
 
 
 SEVERITY: Final[Mapping[str, Severity]] = {

@@ -65,13 +65,15 @@ class Case:
     @property
     def retried(self) -> int:
         """Number of SEV3 errors handled in place within the window, since a step was finished."""
-        return sum(1 for at in self.record.reattempts if self.now - at < self.limits.reattempt_window)
+        return sum(1 for at in self.record.reattempts if self.now - at < self.limits.severity.reattempt_window)
 
     @property
     def in_a_row(self) -> int:
         """Number of the node's failures within the window, each of a worker that had just joined."""
         series = self.record.series.get(self.node)
-        return 0 if series is None else sum(1 for at in series.times if self.now - at < self.limits.cordon_window)
+        return (
+            0 if series is None else sum(1 for at in series.times if self.now - at < self.limits.severity.cordon_window)
+        )
 
     @property
     def blamed(self) -> bool:
@@ -80,12 +82,12 @@ class Case:
         A script that cannot get past a step fails on all nodes and stops all workers. So the node is to blame if other
         workers have finished steps since its failures began, or if no other node has failed.
         """
-        if self.in_a_row < self.limits.cordon_failures:
+        if self.in_a_row < self.limits.severity.cordon_failures:
             return False
         record = self.record
-        if self.limits.strict:
+        if self.limits.severity.strict:
             return True
-        if record.mark - record.series[self.node].mark >= self.limits.soon_steps:
+        if record.mark - record.series[self.node].mark >= self.limits.severity.soon_steps:
             return True
         return all(failure.node == self.node for failure in [*record.failed, *record.unjudged])
 
@@ -104,7 +106,7 @@ class Case:
     @property
     def spared(self) -> bool:
         """Whether all tasks can spare the node, or have to."""
-        return self.limits.strict or self.node in self.view.spared
+        return self.limits.severity.strict or self.node in self.view.spared
 
     @property
     def gone(self) -> bool:
@@ -185,7 +187,7 @@ RULES: Final = (
         name="connection fails again",
         on="SEV3",
         when="renewed in place `reattempt_limit` times within `reattempt_window` without a finished step",
-        holds=lambda case: case.retried >= case.limits.reattempt_limit,
+        holds=lambda case: case.retried >= case.limits.severity.reattempt_limit,
         action="escalate",
         then="SEV2 `keeps_failing` on the suspect",
     ),
@@ -286,7 +288,7 @@ RULES: Final = (
         name="no way past a step",
         on="judged",
         when="`crash_attempts` epochs failed at the same step, each a second or more after the one before",
-        holds=lambda case: case.record.attempts >= case.limits.crash_attempts,
+        holds=lambda case: case.record.attempts >= case.limits.severity.crash_attempts,
         action="stop",
         then="the task ends, with its diagnosis",
     ),
@@ -294,7 +296,7 @@ RULES: Final = (
         name="no way past a checkpoint",
         on="judged",
         when="`crash_lives` consecutive lives ended by failures of workers, none got further than those before",
-        holds=lambda case: case.record.lives >= case.limits.crash_lives,
+        holds=lambda case: case.record.lives >= case.limits.severity.crash_lives,
         action="stop",
         then="the task ends, with its diagnosis",
     ),
@@ -302,7 +304,7 @@ RULES: Final = (
         name="no way to start",
         on="judged",
         when="one agent's workers failed in `crash_attempts` rounds before any worker trained",
-        holds=lambda case: case.record.most_starts >= case.limits.crash_attempts,
+        holds=lambda case: case.record.most_starts >= case.limits.severity.crash_attempts,
         action="stop",
         then="the task ends, with its diagnosis",
     ),

@@ -148,7 +148,7 @@ def _connection(here: Case, failure: Failure) -> list[Decision]:
     agent, node, why = blamed
     reason = f"the connection failed {case.retried + 1} times at step {record.step}; suspect {agent}, {why}"
     escalated = Failure(kind="keeps_failing", node=node, agent=agent, cause=reason, step=record.step, at=now)
-    if not here.limits.strict:
+    if not here.limits.severity.strict:
         record.reattempts.clear()
         record.named.clear()
     decision = Decision(rule=rule.name, action="escalate", error=escalated, reason=reason, facts=facts)
@@ -169,7 +169,7 @@ def progressed(record: SeverityRecord, step: int, limits: Limits) -> None:
         record.reattempts.clear()
         record.named.clear()
         for member in record.joined.values():
-            if step - member.step >= limits.soon_steps:
+            if step - member.step >= limits.severity.soon_steps:
                 _lasted(record, member)
     if step > record.mark:
         record.mark = step
@@ -190,13 +190,13 @@ def _judge(here: Case, step: int) -> list[Decision]:
         came = record.joined.pop(failure.worker or "", None)  # it has no part in steps that finish from here on
         if came is None:
             continue  # counted and decided on when it occurred
-        if max(step, record.step) - came.step < limits.soon_steps:
+        if max(step, record.step) - came.step < limits.severity.soon_steps:
             _count(record, failure)
         else:
             _lasted(record, came)
             lasted.append((failure, came))
             # A restart follows, which is the only one: agents of one node that fail together count once.
-            if limits.strict and SEVERITY[failure.kind] != "SEV1" and failure.node not in counted:
+            if limits.severity.strict and SEVERITY[failure.kind] != "SEV1" and failure.node not in counted:
                 counted.add(failure.node)
                 _count(record, failure)
     failures, record.unjudged = record.unjudged, []
@@ -241,16 +241,16 @@ def _recur(record: SeverityRecord, failure: Failure, came: Joined, limits: Limit
     key = f"{failure.place}: {_NUMBERS.sub('#', failure.cause)}"
     new = Recurrence(step=failure.step, age=failure.step - came.step, at=failure.at)
     before = record.recurring.pop(key, [])
-    counted = [each for each in before if each.step < new.step and new.at - each.at < limits.cordon_window]
+    counted = [each for each in before if each.step < new.step and new.at - each.at < limits.severity.cordon_window]
     last = [*counted, new][-RECURRENCES:]
     record.recurring = {**dict([*record.recurring.items()][1 - KEPT :]), key: last}
     distances = [later.step - each.step for each, later in pairwise(last)]
-    if len(last) < RECURRENCES or min(distances) < limits.soon_steps:
+    if len(last) < RECURRENCES or min(distances) < limits.severity.soon_steps:
         return
     period = math.gcd(*distances)
     # At each multiple, as code of rank 0; or at the first one that each worker reached, if it starts for longer.
     regular = len({*distances}) == 1 or all(each.age <= period for each in last[1:])
-    if regular and period >= limits.soon_steps:
+    if regular and period >= limits.severity.soon_steps:
         record.faults[f"{failure.place}, every {period} steps"] = RECURRENCES
     elif len({each.age for each in last}) == 1:
         record.faults[f"{failure.place}, after {new.age} steps of each worker"] = RECURRENCES
