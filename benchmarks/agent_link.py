@@ -103,8 +103,8 @@ class Link(asyncio.BufferedProtocol):
 
     def _answer(self, body: bytes) -> None:
         found = json.loads(body)
-        meeting = Transcript(client=self._nonce, server=found["nonce"], address=found["address"])
-        shown = authorization(_secret(), meeting, "GET", "/v1/agent")
+        transcript = Transcript(client=self._nonce, server=found["nonce"], address=found["address"])
+        shown = authorization(_secret(), transcript, "GET", "/v1/agent")
         self._nonce = ""
         assert self._transport is not None
         self._transport.write(HANDSHAKE.format(authorization=shown).encode())

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 
 from unicron_lightning.data.loader import GlobalBatch
-from unicron_lightning.data.seeding import place_seed, seed_all
+from unicron_lightning.data.seeding import RandomPurpose, place_seed, seed_all
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.metrics.recording import LogCall, logged_dtype
 from unicron_lightning.strategies.metrics.sums import MetricState, NormStatistics, StepMetrics, SumsLayout
@@ -22,13 +22,6 @@ from unicron_lightning.strategies.state.module_buffers import ModuleBuffers, che
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
-
-FORWARD = 1
-"""Distinguishes the random state of computing from that of fetching, at the same place."""
-TRANSFER = 4
-"""Distinguishes the random state of moving samples to the device, where that is not followed by computing."""
-OPTIMIZER = 7
-"""Distinguishes the random state of an optimizer's step in manual optimization from that of micro-batches."""
 
 UNCOUNTED = -1
 """Number under which changes of a micro-batch are recorded that does not count."""
@@ -147,7 +140,9 @@ class MicroBatches:
             self._skip(micro_batch, counts=counts)
             return
         place = (self._batch.epoch, self._batch.step, micro_batch)
-        seed_all(place_seed(strategy.seed, FORWARD, *place))  # hooks of the transfer may augment the samples
+        seed_all(
+            place_seed(strategy.seed, RandomPurpose.FORWARD, *place)
+        )  # hooks of the transfer may augment the samples
         data = strategy.to_device(batch)
         strategy.engine.fault("forward", strategy.engine.step, micro_batch, module)
         shape = strategy.shape.of(self._batch.epoch)

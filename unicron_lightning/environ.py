@@ -80,17 +80,17 @@ class WorkerEnvironment:
     host: str
 
 
-def under_agent(environ: Mapping[str, str] = os.environ) -> bool:
+def under_agent() -> bool:
     """Whether this process was started below an agent."""
-    return AGENT_SOCKET in environ
+    return AGENT_SOCKET in os.environ
 
 
-def most_workers(environ: Mapping[str, str] = os.environ) -> int:
+def most_workers() -> int:
     """Return the largest number of workers of the task: maximum of ``--nnodes`` x ``--nproc-per-node``.
 
     0 without an agent, or with one that does not report it.
     """
-    return int(environ.get(MAX_NODES, "0")) * int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(os.environ.get(MAX_NODES, "0")) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def read(environ: Mapping[str, str] = os.environ) -> WorkerEnvironment:

@@ -40,7 +40,9 @@ A message quotes the given value and states what was expected. The package's own
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Final
 
 
 class UnicronError(Exception):
@@ -86,3 +88,37 @@ class ProgramsDiffer(UnicronError):
 
 class AgentUnavailable(UnicronError):
     """A worker has no agent: it was not started by ``torchrun --rdzv-backend unicron``, or its agent has died."""
+
+
+_WORDS: Final = {(0, None): "a finite number > 0", (None, 0): "a finite number, 0 or more"}
+_SIZE: Final = "a whole number of at least 1"
+
+
+def check_numbers(
+    holder: object,
+    *names: str,
+    above: int | None = None,
+    least: int | None = None,
+    expected: str | None = None,
+    error: type[ValueError] = ValueError,
+) -> None:
+    """Require attributes to be finite numbers; one that is None is not given, and not checked.
+
+    Args:
+        holder: of the attributes.
+        names: of the attributes.
+        above: number that each must exceed.
+        least: smallest number that each may have.
+        expected: the permitted values in words; default: by ``above`` or ``least``.
+        error: class of the error.
+
+    Raises:
+        ValueError: one is not, with its name and value; of the class ``error``.
+    """
+    for name in names:
+        value = getattr(holder, name)
+        if value is None:
+            continue
+        high_enough = (above is None or value > above) and (least is None or value >= least)
+        if not (high_enough and -math.inf < value < math.inf):
+            raise error(f"{name}={value!r}: expected {expected or _WORDS.get((above, least), _SIZE)}")

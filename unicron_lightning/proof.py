@@ -82,25 +82,25 @@ def is_nonce(text: str) -> bool:
     return _NONCE.fullmatch(text) is not None
 
 
-def coordinator_proof(secret: str, meeting: Transcript) -> str:
+def coordinator_proof(secret: str, transcript: Transcript) -> str:
     """Return the coordinator's proof, which requires the token."""
-    return _code(secret, "unicron coordinator", meeting, ())
+    return _code(secret, "unicron coordinator", transcript, ())
 
 
-def client_proof(secret: str, meeting: Transcript, method: str, target: str, body: bytes) -> str:
+def client_proof(secret: str, transcript: Transcript, method: str, target: str, body: bytes) -> str:
     """Return the client's proof for this request, which requires the token; ``target`` is path and query."""
-    return _code(secret, "unicron client", meeting, (method, target, hashlib.sha256(body).hexdigest()))
+    return _code(secret, "unicron client", transcript, (method, target, hashlib.sha256(body).hexdigest()))
 
 
-def answer_proof(secret: str, meeting: Transcript, status: int, body: bytes) -> str:
+def answer_proof(secret: str, transcript: Transcript, status: int, body: bytes) -> str:
     """Return the coordinator's proof for this answer, which requires the token."""
-    return _code(secret, "unicron answer", meeting, (str(status), hashlib.sha256(body).hexdigest()))
+    return _code(secret, "unicron answer", transcript, (str(status), hashlib.sha256(body).hexdigest()))
 
 
-def authorization(secret: str, meeting: Transcript, method: str, target: str, body: bytes = b"") -> str:
+def authorization(secret: str, transcript: Transcript, method: str, target: str, body: bytes = b"") -> str:
     """Return the value of the header ``Authorization``."""
-    proof = client_proof(secret, meeting, method, target, body)
-    return f"{SCHEME} {meeting.client}:{meeting.server}:{proof}"
+    proof = client_proof(secret, transcript, method, target, body)
+    return f"{SCHEME} {transcript.client}:{transcript.server}:{proof}"
 
 
 def scrape_credential(secret: str) -> str:
@@ -137,23 +137,23 @@ def check_coordinator(
     """
     try:
         found = json.loads(answer)
-        meeting = Transcript(client=client, server=str(found["nonce"]), address=str(found["address"]))
-        proven = same(str(found["proof"]), coordinator_proof(token.secret, meeting))
+        transcript = Transcript(client=client, server=str(found["nonce"]), address=str(found["address"]))
+        proven = same(str(found["proof"]), coordinator_proof(token.secret, transcript))
     except (ValueError, KeyError, TypeError, RecursionError):
         proven = False
     if not proven:
         raise unproven(endpoint, token)
-    if dialled.startswith("tls:") and meeting.address != dialled:
+    if dialled.startswith("tls:") and transcript.address != dialled:
         raise CoordinatorUnproven(
             f"what answers at {endpoint} is not the coordinator, whose certificate is another: it ends the encryption "
             "itself and forwards"
         )
-    if not forwarded and meeting.address != dialled:
+    if not forwarded and transcript.address != dialled:
         raise CoordinatorUnproven(
-            f"what answers at {endpoint} forwards to a coordinator at {meeting.address.partition('@')[0]}: "
+            f"what answers at {endpoint} forwards to a coordinator at {transcript.address.partition('@')[0]}: "
             "expected the option forwarded if that is meant (an SSH tunnel, a Kubernetes service)"
         )
-    return meeting
+    return transcript
 
 
 def unproven(endpoint: str, token: Token) -> CoordinatorUnproven:
@@ -185,8 +185,8 @@ class Challenges:
         """Whether a request is proven; if so, its challenge is used up."""
         if not self._open(claim, now):
             return False
-        meeting = Transcript(client=claim.client, server=claim.server, address=address)
-        if not same(claim.proof, client_proof(secret, meeting, method, target, body)):
+        transcript = Transcript(client=claim.client, server=claim.server, address=address)
+        if not same(claim.proof, client_proof(secret, transcript, method, target, body)):
             return False
         self._used[claim.server] = _expiry(claim.server)
         return True
@@ -215,7 +215,7 @@ def _expiry(challenge: str) -> float:
     return int(challenge[32:48], 16) / 1e3
 
 
-def _code(secret: str, purpose: str, meeting: Transcript, rest: tuple[str, ...]) -> str:
-    fields = (purpose, meeting.client, meeting.server, meeting.address, *rest)
+def _code(secret: str, purpose: str, transcript: Transcript, rest: tuple[str, ...]) -> str:
+    fields = (purpose, transcript.client, transcript.server, transcript.address, *rest)
     message = b"".join(len(data := field.encode(errors="replace")).to_bytes(8, "big") + data for field in fields)
     return hmac.digest(secret.encode(), message, "sha256").hex()

@@ -416,9 +416,10 @@ simulated, [above](#slow-nodes-corrupted-state-bugs-and-the-rest) |
 [table](#validation-against-published-results) of predictions |
 | declared error of T(t,x) from formulas | 10 % | 27 %, that of free search on runs that were not used, after a loss \
 of 2 % for each doubling of the nodes ([planner.md](../../docs/planner.md#accuracy-of-the-analytic-model-of-ttx)) |
-| a resize that changes TP x PP | as any other | every system's task saves and restarts, unless its change is a restart already |
-| a lost node, in the tables of incidents of the other systems | detected and recovered from in no time | with its times; \
-WAF was right before |
+| a resize that changes TP x PP | as any other | every system's task saves and restarts, unless its \
+change is a restart already |
+| a lost node, in the tables of incidents of the other systems | detected and recovered from in no time | with its \
+times; WAF was right before |
 """
 
 

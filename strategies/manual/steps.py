@@ -24,12 +24,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unicron_lightning.data.loader import GlobalBatch
-from unicron_lightning.data.seeding import kept, place_seed, random_states, restore_random_states, seed_all, seeded
+from unicron_lightning.data.seeding import (
+    RandomPurpose,
+    kept,
+    place_seed,
+    random_states,
+    restore_random_states,
+    seed_all,
+    seeded,
+)
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.manual.strand import END, MeetingPlace, Strand, StrandStates
 from unicron_lightning.strategies.metrics.recording import Recording
 from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums, SumsLayout
-from unicron_lightning.strategies.micro_batch import FORWARD, OPTIMIZER, TRANSFER, Effects
+from unicron_lightning.strategies.micro_batch import Effects
 from unicron_lightning.strategies.parallelism import FinishedStep
 from unicron_lightning.strategies.state.comparison import Divergence
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
@@ -403,7 +411,7 @@ class ManualSteps:
         activity, module, plugin = strategy.engine.activity, strategy.module, strategy.precision_plugin
         activity.enter("data", number)
         fetched = fetch(number)
-        seed_all(place_seed(strategy.seed, TRANSFER, batch.epoch, batch.step, number))
+        seed_all(place_seed(strategy.seed, RandomPurpose.TRANSFER, batch.epoch, batch.step, number))
         data = strategy.to_device(fetched)
         activity.enter("compute", number)
         strategy.engine.fault("forward", strategy.engine.step, number, module)
@@ -411,7 +419,7 @@ class ManualSteps:
         index = shape.batch_index(batch.step, batch.place(number))
 
         def call() -> Any:
-            seed_all(place_seed(strategy.seed, FORWARD, batch.epoch, batch.step, number))
+            seed_all(place_seed(strategy.seed, RandomPurpose.FORWARD, batch.epoch, batch.step, number))
             self._effects.start_micro_batch()
             with torch.enable_grad(), plugin.train_step_context():
                 return module.training_step(data, index) if self._takes_index else module.training_step(data)
@@ -579,7 +587,7 @@ class ManualSteps:
         strand.steps += 1
         strand.recording = self._strategy.results.exchange(self._outside)
         # The states of other strands have none of the step's numbers.
-        with seeded(self._strategy.seed, OPTIMIZER, self._batch.epoch, self._batch.step, place):
+        with seeded(self._strategy.seed, RandomPurpose.OPTIMIZER, self._batch.epoch, self._batch.step, place):
             loop._on_before_step()
             stepped = step(do_nothing_closure)
             loop._on_after_step()

@@ -17,13 +17,12 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from unicron_lightning.data.loader import BatchRows, GlobalBatch
-from unicron_lightning.data.seeding import place_seed, seed_all
+from unicron_lightning.data.seeding import RandomPurpose, place_seed, seed_all
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
 from unicron_lightning.strategies.megatron.checks import check_megatron_loader, check_validation_loader
 from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.metrics.sums import AllUsed, NormStatistics, StepSums
-from unicron_lightning.strategies.micro_batch import FORWARD, TRANSFER
 from unicron_lightning.strategies.parallelism import FinishedStep
 from unicron_lightning.strategies.passes.evaluation import GlobalPasses, PassBatch
 from unicron_lightning.strategies.state.comparison import Divergence
@@ -107,7 +106,7 @@ class StageBatches:
     def forward(self, micro_batch: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Run a forward step; see `megatron.model.ForwardStep`."""
         module, results = self._strategy.module, self._strategy.results
-        place = (FORWARD, self._batch.epoch, self._batch.step, micro_batch)
+        place = (RandomPurpose.FORWARD, self._batch.epoch, self._batch.step, micro_batch)
         activity = self._strategy.engine.activity
         activity.enter("data", micro_batch)
         samples = self._batch.fetch(micro_batch)
@@ -153,7 +152,7 @@ def stage_batch(grid: MegatronParallel, samples: Any, place: tuple[int, ...], lo
         loader: Lightning's index of the data loader.
     """
     strategy = grid.strategy
-    seed_all(place_seed(strategy.seed, TRANSFER, *place))
+    seed_all(place_seed(strategy.seed, RandomPurpose.TRANSFER, *place))
     data = strategy.to_device(samples, loader)
     seed_micro_batch(strategy.seed, place, *grid.coordinate, strategy.root_device)
     return data

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from unicron_lightning.data.combined import CombinedPass
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.passes import EvaluationLoader, PassBatches
-from unicron_lightning.data.seeding import preserved, seeded
+from unicron_lightning.data.seeding import RandomPurpose, preserved, seeded
 from unicron_lightning.data.steps import PassLoader
 from unicron_lightning.data.streams import ENDS
 from unicron_lightning.errors import ConfigError
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
-
-EVALUATION: Final = 5
-"""Distinguishes the random state of evaluations from that of training, at the same place."""
 
 
 class _Pass:
@@ -105,7 +102,7 @@ class Passes:
         if self._buffers is None:
             self._buffers = EvaluationBuffers(self._strategy.module)
         try:
-            with seeded(self._strategy.seed, EVALUATION, epoch.processed, loader, self._number):
+            with seeded(self._strategy.seed, RandomPurpose.EVALUATION, epoch.processed, loader, self._number):
                 return run()
         finally:
             self._buffers.undo()
@@ -378,7 +375,7 @@ class PassBatch:
     def place(self, number: int) -> tuple[int, int, int, int]:
         """Place of a micro-batch, which decides its random state."""
         number += self.batch.step * self._strategy.shape.micro_batches
-        return EVALUATION, self.batch.epoch, self.loader, number
+        return RandomPurpose.EVALUATION, self.batch.epoch, self.loader, number
 
     def recording(self, data: Any) -> AbstractContextManager[list[LogCall]]:
         """Record the values that are logged for a micro-batch."""

@@ -37,7 +37,7 @@ from unicron_lightning.data.fetch import Fetcher
 from unicron_lightning.data.loader import GlobalBatch, InPlace
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
 from unicron_lightning.data.passes import EvaluationLoader, IndexedBatches, PassBatches, StreamBatches
-from unicron_lightning.data.seeding import seeded
+from unicron_lightning.data.seeding import RandomPurpose, seeded
 from unicron_lightning.data.sources import Batches, as_loader
 from unicron_lightning.data.steps import (
     IndexedSteps,
@@ -64,9 +64,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BEFORE_TRANSFER: Final = "_on_before_batch_transfer"
-
-_PREDICTION: Final = 6
-"""Distinguishes the random state of predictions from others, at the same place."""
 
 Made = TrainingLoader | PartLoader | EvaluationLoader | PassLoader
 
@@ -260,7 +257,7 @@ class Loaders:
         """Return a context with the random state of the present batch of a prediction."""
         if self._predictions is None:
             return nullcontext()
-        return seeded(self._strategy.seed, _PREDICTION, *self._predictions.place)
+        return seeded(self._strategy.seed, RandomPurpose.PREDICTION, *self._predictions.place)
 
     def end_passes(self) -> None:
         """Finish a validation: end worker processes that are not persistent."""

@@ -16,9 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from zoo.gan import Accumulating, Critic, Gan, Plain, loader
 
-from unicron_lightning.data.seeding import place_seed, seed_all
+from unicron_lightning.data.seeding import RandomPurpose, place_seed, seed_all
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.micro_batch import FORWARD
 from unicron_lightning.strategies.unicron import DataParallel
 
 DEVICES = 2
@@ -124,7 +123,7 @@ def test_random_numbers_after_a_backward_and_a_step_are_those_of_the_micro_batch
     expected = []
     for step in range(4):
         for micro_batch in range(DEVICES):
-            seed_all(place_seed(3, FORWARD, 0, step, micro_batch))
+            seed_all(place_seed(3, RandomPurpose.FORWARD, 0, step, micro_batch))
             expected.append((step, [float(torch.rand(())) for _ in range(3)]))
     assert sorted(module.drawn) == sorted(expected)
 

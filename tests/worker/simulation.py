@@ -173,7 +173,7 @@ class FakeControl:
         newer = self.newer_than(number)
         return newer is not None and newer.kind not in wire.PLANNED
 
-    def wait_newer(self, number: int, timeout: float | None = None) -> wire.Epoch | None:
+    def wait_newer(self, number: int) -> None:
         with self.condition:
             known = self.condition.wait_for(
                 lambda: self.newer_than(number) is not None or self._coordinator.over, SECONDS
@@ -181,7 +181,6 @@ class FakeControl:
             assert known, "no newer epoch"
             if self.newer_than(number) is None:
                 raise TaskIsOver
-            return self.newer_than(number)
 
     def stand_aside(self, number: int) -> None:
         coordinator = self._coordinator

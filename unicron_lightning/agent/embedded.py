@@ -44,6 +44,8 @@ _POLL_SECONDS: Final = 0.05
 FIRST_DELAY_SECONDS: Final = 1.0
 LAST_DELAY_SECONDS: Final = 30.0
 _LOG_NAME: Final = "coordinator.log"
+_SHOWN_BYTES: Final = 2000
+"""Bytes of the end of a log that an error quotes."""
 _STOPPED: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
@@ -261,7 +263,7 @@ def _encryption(trust: Trust, host: str) -> list[str]:
     return words
 
 
-def _tail(log: Path, size: int = 2000) -> str:
+def _tail(log: Path) -> str:
     with contextlib.suppress(OSError):
-        return log.read_bytes()[-size:].decode(errors="replace").strip()
+        return log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").strip()
     return ""

@@ -583,7 +583,7 @@ def foreign(origin: str | None, site: str | None, *, scheme: str, host: str) -> 
 
 _OPEN: Final = ("/healthz", "/v1/challenge")
 _METRICS: Final = "/metrics"
-_MEETING: Final = web.RequestKey("unicron-meeting", Transcript)
+_MEETING: Final = web.RequestKey("unicron-transcript", Transcript)
 
 
 class Guard:
@@ -658,9 +658,9 @@ class Guard:
         if address is None:
             return web.json_response({"error": "the connection is closed"}, status=400)
         server = self._challenges.issue(client, time.monotonic())
-        meeting = Transcript(client=client, server=server, address=address)
-        proof = coordinator_proof(self._secret, meeting)
-        return web.json_response({"nonce": server, "address": meeting.address, "proof": proof})
+        transcript = Transcript(client=client, server=server, address=address)
+        proof = coordinator_proof(self._secret, transcript)
+        return web.json_response({"nonce": server, "address": transcript.address, "proof": proof})
 
     async def _proven(self, request: web.Request) -> bool:
         header = request.headers.get("Authorization", "")
@@ -684,11 +684,11 @@ class Guard:
         return True
 
     async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
-        meeting = request.get(_MEETING)
-        if meeting is not None:
+        transcript = request.get(_MEETING)
+        if transcript is not None:
             body = response.body if isinstance(response, web.Response) else None
             content = body if isinstance(body, bytes | bytearray) else b""
-            response.headers[ANSWER_HEADER] = answer_proof(self._secret, meeting, response.status, bytes(content))
+            response.headers[ANSWER_HEADER] = answer_proof(self._secret, transcript, response.status, bytes(content))
 
     def _address(self, request: web.Request) -> str | None:
         """Return the address of this end of the connection; None if it was closed meanwhile, e.g. as one too many."""

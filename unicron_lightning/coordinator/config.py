@@ -233,16 +233,8 @@ class DetectionConfig:
 
     def watch(self) -> WatchLimits:
         """Return the limits that workers use."""
-        return WatchLimits(
-            factor=self.hang_factor,
-            slack=self.hang_slack,
-            change_time=self.change_time,
-            hook_time=self.hook_time,
-            data_time=self.data_time,
-            stall_time=self.stall_time,
-            start_time=self.start_time,
-            degraded_factor=self.degraded_factor,
-        )
+        same = {name: value for name, value in vars(self).items() if name in WatchLimits.__struct_fields__}
+        return WatchLimits(factor=self.hang_factor, slack=self.hang_slack, **same)
 
     def silence(self) -> SilenceLimits:
         """Return the limits after which a silent connection is closed."""

@@ -23,15 +23,12 @@ from unicron_lightning.data.fetch import Ahead, CombinedFetcher, Fetcher
 from unicron_lightning.data.loader import Items, TrainedInPlace
 from unicron_lightning.data.order import CombinedOrder, DataOrder, PartOrder, StepShape, number_of
 from unicron_lightning.data.passes import EvaluationLoader
-from unicron_lightning.data.seeding import kept, place_seed
+from unicron_lightning.data.seeding import RandomPurpose, kept, place_seed
 from unicron_lightning.data.steps import TrainingLoader
 from unicron_lightning.data.streams import SeenAs, StreamOpener, end_workers, settings_of
 
 MakeLoader = Callable[[int, int, "int | None"], Any]
 """Given epoch, device and number of worker processes, makes the loader of a device."""
-
-_PART = 3
-"""Distinguishes the random state of one loader's augmentation from that of the others."""
 
 _Whole = TypeVar("_Whole", bound=TrainingLoader | EvaluationLoader)
 
@@ -68,7 +65,7 @@ class PartLoader(TrainedInPlace):
     def fetcher(self, number: int, order: PartOrder, ahead: Ahead) -> Fetcher:
         """Return a fetcher of this loader's part of the combined micro-batches, as loader ``number``."""
         self.close()
-        seed = place_seed(self._seed, _PART, number)
+        seed = place_seed(self._seed, RandomPurpose.PART, number)
         self._fetcher = Fetcher(self._loader, order, seed, lambda start: filter(order.has, ahead(start)))
         return self._fetcher
 

@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 
 import numpy
 import torch
@@ -13,9 +14,29 @@ import torch
 _preserving = False
 
 
+class RandomPurpose(IntEnum):
+    """First number of the place of random state that is not that of fetching samples, which has none.
+
+    Different numbers keep, for example, computing and moving samples apart at the same step and micro-batch.
+    """
+
+    FORWARD = 1
+    """Computing a micro-batch."""
+    STREAM = 2
+    """Reading a stream."""
+    PART = 3
+    """Augmentations of one of several loaders; its number follows."""
+    TRANSFER = 4
+    """Moving samples to the device, where computing does not follow."""
+    EVALUATION = 5
+    PREDICTION = 6
+    OPTIMIZER = 7
+    """An optimizer's step in manual optimization."""
+
+
 def place_seed(seed: int, *place: int) -> int:
     """A 63-bit seed for a place such as (epoch, step, micro-batch): well mixed, the same on every machine."""
-    digest = hashlib.blake2b(",".join(map(str, (seed, *place))).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(",".join(f"{number:d}" for number in (seed, *place)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

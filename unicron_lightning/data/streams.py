@@ -32,7 +32,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from unicron_lightning.data.order import StepShape, is_stateful
-from unicron_lightning.data.seeding import place_seed, preserved, random_states, restore_random_states, seed_all
+from unicron_lightning.data.seeding import (
+    RandomPurpose,
+    place_seed,
+    preserved,
+    random_states,
+    restore_random_states,
+    seed_all,
+)
 from unicron_lightning.data.sources import name_of, same
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.worker import codec
@@ -44,8 +51,6 @@ ENDS: Final = 1 << 39
 STATE_STEPS = 50
 """Steps between two states of a stream that all ranks keep, and thus the most that is skipped when it is opened."""
 _ANOTHER: Final = "another batch follows after load_state_dict"
-STREAM: Final = 2
-"""Distinguishes the random state of streams from that of fetching and computing."""
 SeenAs = Callable[[int], AbstractContextManager[None]]
 """A context in which this process has the rank of a device of the declared world."""
 
@@ -244,7 +249,7 @@ class StreamOpener:
             start: where to begin; by default at the stream's beginning.
             workers: number of worker processes, if not the loader's.
         """
-        seed = place_seed(self._seed, STREAM, epoch)
+        seed = place_seed(self._seed, RandomPurpose.STREAM, epoch)
         return StreamReader(
             self.loader_of(epoch, stream, workers), functools.partial(self._seen_as, stream), seed, start
         )

@@ -38,6 +38,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from unicron_lightning.errors import check_numbers
 from unicron_lightning.planner.arrays import FloatArray
 
 SECONDS_PER_HOUR: Final = 3600.0
@@ -76,8 +77,7 @@ class ConstantHazard:
     per_second: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.per_second) and self.per_second > 0):
-            raise ValueError(f"per_second={self.per_second}: expected failures per second, a finite number > 0")
+        check_numbers(self, "per_second", above=0, expected="failures per second, a finite number > 0")
 
     @property
     def mean_lifetime_seconds(self) -> float:
@@ -163,8 +163,7 @@ class WeibullHazard:
     def __post_init__(self) -> None:
         if not _SHAPE_MIN <= self.shape <= _SHAPE_MAX:
             raise ValueError(f"shape={self.shape}: expected {_SHAPE_MIN} to {_SHAPE_MAX}")
-        if not (math.isfinite(self.scale_seconds) and self.scale_seconds > 0):
-            raise ValueError(f"scale_seconds={self.scale_seconds}: expected a finite number > 0")
+        check_numbers(self, "scale_seconds", above=0)
 
     @property
     def mean_lifetime_seconds(self) -> float:
@@ -240,10 +239,7 @@ class RateBelief:
     exposure_seconds: float
 
     def __post_init__(self) -> None:
-        for name in ("num_failures", "exposure_seconds"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value}: expected a finite number > 0")
+        check_numbers(self, "num_failures", "exposure_seconds", above=0)
 
     @classmethod
     def from_mtbf(cls, mtbf_seconds: float, *, num_failures: float = 1.0) -> RateBelief:

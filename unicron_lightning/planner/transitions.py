@@ -28,6 +28,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from unicron_lightning.errors import check_numbers
+
 
 def sorted_median(values: Sequence[float]) -> float:
     """Median as `statistics.median` defines it, of one or more values in ascending order."""
@@ -74,12 +76,8 @@ class TransitionTime:
     num_transitions: float = 3.0
 
     def __post_init__(self) -> None:
-        for name in ("median_seconds", "num_transitions"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value}: expected a finite number > 0")
-        if not (math.isfinite(self.log_deviation) and self.log_deviation >= 0):
-            raise ValueError(f"log_deviation={self.log_deviation}: expected a finite number >= 0")
+        check_numbers(self, "median_seconds", "num_transitions", above=0)
+        check_numbers(self, "log_deviation", least=0, expected="a finite number >= 0")
 
     @property
     def expected_seconds(self) -> float:

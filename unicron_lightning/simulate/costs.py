@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
 
 from unicron_lightning.coordinator.severity.record import SEVERITY
-from unicron_lightning.errors import ConfigError
+from unicron_lightning.errors import ConfigError, check_numbers
 from unicron_lightning.sections import read_section
 
 Change = Literal["continue", "join", "leave", "start", "restart", "reattempt", "migrate", "relayout"]
@@ -172,10 +172,7 @@ class Figure:
     most: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("value", "least", "most"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name}={value!r}: expected a finite number, 0 or more")
+        check_numbers(self, "value", "least", "most", least=0, error=ConfigError)
         if not self.source and self.origin != "given":
             raise ConfigError(f"value={self.value} ({self.origin}) without source: expected a reference to its origin")
         low, high = self.range

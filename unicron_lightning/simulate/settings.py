@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -18,7 +17,7 @@ from typing import Any, Final, Literal
 from unicron_lightning.cli.plan.situation import PerformanceConfig, PlanClusterConfig, nodes_of, performance_of, read
 from unicron_lightning.coordinator.config import CoordinatorConfig, DetectionConfig, SeverityConfig
 from unicron_lightning.coordinator.events import Limits
-from unicron_lightning.errors import ConfigError
+from unicron_lightning.errors import ConfigError, check_numbers
 from unicron_lightning.planner.performance.model import PerformanceModel
 from unicron_lightning.planner.performance.transformer import TransformerModel
 from unicron_lightning.sections import read_section
@@ -79,11 +78,8 @@ class _SimTaskConfig:
     """Hours between the arrivals of consecutive copies."""
 
     def __post_init__(self) -> None:
-        for name in ("copies", "quantum"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: expected a whole number of at least 1")
-        if not (math.isfinite(self.stagger_hours) and self.stagger_hours >= 0):
-            raise ConfigError(f"stagger_hours={self.stagger_hours}: expected hours, 0 or more")
+        check_numbers(self, "copies", "quantum", least=1, error=ConfigError)
+        check_numbers(self, "stagger_hours", least=0, expected="hours, 0 or more", error=ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)

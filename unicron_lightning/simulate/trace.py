@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from unicron_lightning.coordinator.severity.record import SEVERITY, Severity
-from unicron_lightning.errors import ConfigError
+from unicron_lightning.errors import ConfigError, check_numbers
 from unicron_lightning.terms import Terms
 
 if TYPE_CHECKING:
@@ -159,16 +159,11 @@ class SimCluster:
     peer_gigabytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_nodes", "workers_per_node", "cell"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: expected a whole number of at least 1")
+        check_numbers(self, "num_nodes", "workers_per_node", "cell", least=1, error=ConfigError)
         if self.num_nodes % self.cell:
             raise ConfigError(f"cell={self.cell!r}: expected a divisor of num_nodes={self.num_nodes}")
-
-        for name in ("storage_gigabytes_per_second", "peer_gigabytes_per_second"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}={value!r}: expected a finite number > 0")
+        speeds = ("storage_gigabytes_per_second", "peer_gigabytes_per_second")
+        check_numbers(self, *speeds, above=0, error=ConfigError)
 
     def transfer_seconds(self, task: SimTask) -> tuple[float | None, float | None]:
         """Return the seconds to read or write a task's checkpoint, and to send a worker's part of its state to a peer.

@@ -60,7 +60,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unicron_lightning.coordinator.severity.record import SEVERITY
-from unicron_lightning.errors import ConfigError
+from unicron_lightning.errors import ConfigError, check_numbers
 from unicron_lightning.faults import fault as words
 from unicron_lightning.faults.arrivals import arrivals, draw
 from unicron_lightning.faults.fault import parse, text
@@ -100,10 +100,7 @@ class RepairConfig:
 
     def __post_init__(self) -> None:
         numbers = ("median_hours", "log_deviation", "least_hours", "most_hours", "hours")
-        for name in numbers:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name}={value!r}: expected a finite number, 0 or more")
+        check_numbers(self, *numbers, least=0, error=ConfigError)
         if self.distribution == "lognormal" and not self.median_hours:
             raise ConfigError("distribution=lognormal without median_hours: expected hours > 0")
         if self.distribution == "uniform" and self.most_hours < self.least_hours:
@@ -138,10 +135,8 @@ class CauseConfig:
             raise ConfigError(
                 f"kind={self.kind!r}, strikes='task': expected a kind that stops workers, whose nodes stay up"
             )
-        if not (math.isfinite(self.slowdown) and self.slowdown > 0):
-            raise ConfigError(f"slowdown={self.slowdown!r}: expected a fraction > 0")
-        if not (math.isfinite(self.count) and self.count > 0):
-            raise ConfigError(f"count={self.count!r}: expected a number > 0")
+        check_numbers(self, "slowdown", above=0, expected="a fraction > 0", error=ConfigError)
+        check_numbers(self, "count", above=0, expected="a number > 0", error=ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,13 +179,9 @@ class SourceConfig:
     """Origin of the numbers."""
 
     def __post_init__(self) -> None:
-        for name in ("mtbf_hours", "shape", "burst_seconds", "frequency"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}={value!r}: expected a finite number > 0")
-        for name in ("burst_size", "neighbours", "nodes_per_switch"):
-            if not getattr(self, name) >= 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: expected a number of at least 1")
+        check_numbers(self, "mtbf_hours", "shape", "burst_seconds", "frequency", above=0, error=ConfigError)
+        sizes = ("burst_size", "neighbours", "nodes_per_switch")
+        check_numbers(self, *sizes, least=1, expected="a number of at least 1", error=ConfigError)
         if not self.causes:
             raise ConfigError("causes: none, expected at least one")
         if not 0 <= self.offenders < 1 or not self.offender_factor >= 1:
@@ -210,10 +201,7 @@ class CoordinatorFaults:
     """Time until another one has read its stored state."""
 
     def __post_init__(self) -> None:
-        for name in ("mtbf_hours", "minutes"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}={value!r}: expected a finite number > 0")
+        check_numbers(self, "mtbf_hours", "minutes", above=0, error=ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,8 +225,7 @@ class TraceConfig:
     """Failures of the coordinator; null: none."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.days) and self.days > 0):
-            raise ConfigError(f"days={self.days!r}: expected a number > 0")
+        check_numbers(self, "days", above=0, expected="a number > 0", error=ConfigError)
 
 
 COLUMNS = ("at", "kind", "node", "worker", "repair")

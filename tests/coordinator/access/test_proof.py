@@ -28,8 +28,8 @@ TOKEN = Token(secret="secret", origin="a test")
 
 def claim(challenges: Challenges, secret: str = "secret", at: float = 0.0, target: str = "/v1/status") -> Claim:
     client = new_nonce()
-    meeting = Transcript(client=client, server=challenges.issue(client, at), address=HERE)
-    found = parse_authorization(authorization(secret, meeting, "GET", target))
+    transcript = Transcript(client=client, server=challenges.issue(client, at), address=HERE)
+    found = parse_authorization(authorization(secret, transcript, "GET", target))
     assert found is not None
     return found
 
@@ -90,8 +90,8 @@ def test_what_was_never_issued_is_refused() -> None:
 
 
 def answer(client: str, secret: str = "secret", address: str = HERE) -> bytes:
-    meeting = Transcript(client=client, server="s", address=address)
-    return json.dumps({"nonce": "s", "address": address, "proof": coordinator_proof(secret, meeting)}).encode()
+    transcript = Transcript(client=client, server="s", address=address)
+    return json.dumps({"nonce": "s", "address": address, "proof": coordinator_proof(secret, transcript)}).encode()
 
 
 def test_a_coordinator_is_believed_by_its_proof_alone() -> None:
@@ -112,14 +112,14 @@ def test_one_that_forwards_is_found_out_unless_it_is_meant() -> None:
 
 
 def test_proofs_of_one_purpose_are_none_of_another() -> None:
-    meeting = Transcript(client="c", server="s", address="a")
+    transcript = Transcript(client="c", server="s", address="a")
     proofs = {
-        coordinator_proof("k", meeting),
-        answer_proof("k", meeting, 200, b""),
-        answer_proof("k", meeting, 20, b"0"),
+        coordinator_proof("k", transcript),
+        answer_proof("k", transcript, 200, b""),
+        answer_proof("k", transcript, 20, b"0"),
     }
     moved = Transcript(client="cs", server="", address="a")
-    assert len(proofs | {coordinator_proof("k", moved), authorization("k", meeting, "GET", "/")[-64:]}) == 5
+    assert len(proofs | {coordinator_proof("k", moved), authorization("k", transcript, "GET", "/")[-64:]}) == 5
 
 
 def test_addresses_are_written_one_way() -> None:

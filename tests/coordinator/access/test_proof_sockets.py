@@ -201,17 +201,17 @@ async def test_a_wrong_token_is_refused_by_both_ends(coordinator: Coordinator) -
     async with aiohttp.ClientSession() as http:
         with pytest.raises(CoordinatorUnproven, match="cannot prove that it knows the token"):
             await open_socket(http, f"{coordinator.url}/v1/agent", access("wrong"))
-        meeting = await challenge(http, coordinator.url)
+        transcript = await challenge(http, coordinator.url)
         for path in ("/v1/agent", "/v1/status"):
-            headers = {"Authorization": authorization("wrong", meeting, "GET", path)}
+            headers = {"Authorization": authorization("wrong", transcript, "GET", path)}
             async with http.get(coordinator.url + path, headers=headers) as answer:
                 assert answer.status == 401
 
 
 async def test_a_header_is_good_once_and_for_its_request_alone(coordinator: Coordinator) -> None:
     async with aiohttp.ClientSession() as http:
-        meeting = await challenge(http, coordinator.url)
-        headers = {"Authorization": authorization(SECRET, meeting, "GET", "/v1/status")}
+        transcript = await challenge(http, coordinator.url)
+        headers = {"Authorization": authorization(SECRET, transcript, "GET", "/v1/status")}
         statuses = []
         for path in ("/v1/events", "/v1/status?x", "/v1/status", "/v1/status"):
             async with http.get(coordinator.url + path, headers=headers) as answer:

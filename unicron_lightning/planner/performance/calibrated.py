@@ -21,6 +21,7 @@ from typing import Final
 
 import numpy as np
 
+from unicron_lightning.errors import check_numbers
 from unicron_lightning.planner.arrays import FloatArray
 from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel, check_num_workers
 
@@ -56,12 +57,9 @@ class Measurement:
     configuration: ParallelConfiguration | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.flops_per_second) and self.flops_per_second > 0):
-            raise ValueError(f"flops_per_second={self.flops_per_second!r}: expected a finite number above 0")
-        if not (math.isfinite(self.num_points) and self.num_points >= 1):
-            raise ValueError(f"num_points={self.num_points!r}: expected a finite number, 1 or more")
-        if not (math.isfinite(self.deviation) and self.deviation >= 0):
-            raise ValueError(f"deviation={self.deviation!r}: expected a finite number, 0 or more")
+        check_numbers(self, "flops_per_second", above=0, expected="a finite number above 0")
+        check_numbers(self, "num_points", least=1, expected="a finite number, 1 or more")
+        check_numbers(self, "deviation", least=0)
         if not math.isfinite(self.at_seconds):
             raise ValueError(f"at_seconds={self.at_seconds!r}: expected a finite number")
 
@@ -85,8 +83,7 @@ class CalibratedModel:
     prior_error: float | None = None
 
     def __post_init__(self) -> None:
-        if self.prior_error is not None and not (math.isfinite(self.prior_error) and self.prior_error >= 0):
-            raise ValueError(f"prior_error={self.prior_error!r}: expected a finite number, 0 or more, or None")
+        check_numbers(self, "prior_error", least=0, expected="a finite number, 0 or more, or None")
 
     def throughput(self, num_workers: int) -> float:
         check_num_workers(num_workers)

@@ -33,6 +33,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
+from unicron_lightning.errors import check_numbers
+
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -70,12 +72,8 @@ class ModelShape:
     tied_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocabulary_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a whole number of at least 1")
-        for name in ("num_kv_heads", "ffn_size"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected 0 (the default) or more")
+        check_numbers(self, "num_layers", "hidden_size", "num_heads", "sequence_length", "vocabulary_size", least=1)
+        check_numbers(self, "num_kv_heads", "ffn_size", least=0, expected="0 (the default) or more")
         if self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads={self.num_heads}: expected a divisor of hidden_size={self.hidden_size}")
         if self.num_heads % self.kv_heads:
@@ -192,16 +190,12 @@ class Hardware:
         object.__setattr__(self, "peak_flops", dict(self.peak_flops))
         if not self.peak_flops:
             raise ValueError("peak_flops={}: expected FLOP/s of at least one precision")
-        positive = {f"peak_flops[{name!r}]": value for name, value in self.peak_flops.items()}
-        for name in ("memory_bytes", "memory_bandwidth", "accelerators_per_node", "intra_bandwidth", "inter_bandwidth"):
-            positive[name] = getattr(self, name)
-        for name, value in positive.items():
+        for name, value in self.peak_flops.items():
             if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value!r}: expected a finite number above 0")
-        for name in ("reserved_bytes", "intra_latency_seconds", "inter_latency_seconds"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value!r}: expected a finite number, 0 or more")
+                raise ValueError(f"peak_flops[{name!r}]={value!r}: expected a finite number above 0")
+        positive = ("memory_bytes", "memory_bandwidth", "accelerators_per_node", "intra_bandwidth", "inter_bandwidth")
+        check_numbers(self, *positive, above=0, expected="a finite number above 0")
+        check_numbers(self, "reserved_bytes", "intra_latency_seconds", "inter_latency_seconds", least=0)
         if self.reserved_bytes >= self.memory_bytes:
             raise ValueError(f"reserved_bytes={self.reserved_bytes}: expected less than {self.memory_bytes}")
 
@@ -318,9 +312,7 @@ class Recipe:
         if self.precision not in _ELEMENT_BYTES:
             expected = ", ".join(_ELEMENT_BYTES)
             raise ValueError(f"precision={self.precision!r}: expected one of {expected}")
-        for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected 0 or more")
+        check_numbers(self, "weight_bytes", "gradient_bytes", "optimizer_bytes", least=0, expected="0 or more")
 
     @property
     def element_bytes(self) -> int:

@@ -48,6 +48,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+from unicron_lightning.errors import check_numbers
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfiguration:
@@ -77,10 +79,8 @@ class ParallelConfiguration:
     memory_bytes: int = 0
 
     def __post_init__(self) -> None:
-        sizes = ("tensor_parallel", "pipeline_parallel", "data_parallel")
-        for name in (*sizes, "micro_batch_size", "num_micro_batches", "interleave"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
+        check_numbers(self, "tensor_parallel", "pipeline_parallel", "data_parallel", least=1)
+        check_numbers(self, "micro_batch_size", "num_micro_batches", "interleave", least=1)
         if self.recompute not in ("none", "selective", "full"):
             raise ValueError(f"recompute={self.recompute!r}: expected 'none', 'selective' or 'full'")
         if self.memory_bytes < 0:
@@ -145,8 +145,7 @@ class SublinearModel:
     relative_error: float = 0.3
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.rate) and self.rate > 0):
-            raise ValueError(f"rate={self.rate!r}: expected FLOP/s, a finite number > 0")
+        check_numbers(self, "rate", above=0, expected="FLOP/s, a finite number > 0")
         if self.num_parts is not None and not self.num_parts > 0:
             raise ValueError(f"num_parts={self.num_parts!r}: expected a number > 0, or None")
         if not 0 <= self.exponent <= 1:
@@ -196,12 +195,8 @@ class MeasuredPoint:
     configuration: ParallelConfiguration | None = None
 
     def __post_init__(self) -> None:
-        if self.num_workers < 1:
-            raise ValueError(f"num_workers={self.num_workers!r}: expected a whole number of at least 1")
-        for name in ("flops_per_second", "relative_error"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value!r}: expected a finite number, 0 or more")
+        check_numbers(self, "num_workers", least=1)
+        check_numbers(self, "flops_per_second", "relative_error", least=0)
         if self.configuration is not None and self.configuration.num_workers > self.num_workers:
             needed = self.configuration.num_workers
             raise ValueError(f"configuration needs {needed} workers: expected at most num_workers={self.num_workers}")

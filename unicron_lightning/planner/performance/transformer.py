@@ -68,6 +68,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from unicron_lightning.errors import check_numbers
 from unicron_lightning.planner.arrays import FloatArray, IntArray
 from unicron_lightning.planner.performance.description import MEGATRON_CORE, Hardware, ModelShape, Recipe, Recompute
 from unicron_lightning.planner.performance.model import ParallelConfiguration, check_num_workers
@@ -535,10 +536,8 @@ class TransformerModel:
     scaling_loss: float = SCALING_LOSS
 
     def __post_init__(self) -> None:
-        if self.global_batch_size < 1:
-            raise ValueError(f"global_batch_size={self.global_batch_size!r}: expected a whole number of at least 1")
-        if not (math.isfinite(self.scaling_loss) and self.scaling_loss >= 0):
-            raise ValueError(f"scaling_loss={self.scaling_loss!r}: expected a finite number, 0 or more")
+        check_numbers(self, "global_batch_size", least=1)
+        check_numbers(self, "scaling_loss", least=0)
         for precision in (self.recipe.precision, self.recipe.attention_precision):
             self.cluster.peak(precision)
 

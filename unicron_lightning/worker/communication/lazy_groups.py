@@ -31,13 +31,13 @@ from unicron_lightning.worker.communication.owned_group import (
 logger = logging.getLogger(__name__)
 
 REFERENCE_POLL_SECONDS: Final = 0.05
+_CHECK_SECONDS: Final = 0.02
+"""Interval at which a caller's check is called while it waits."""
 REFERENCE_SECONDS: Final = 60.0
 """Time that a retired group is kept for Megatron's objects to drop it, so that it is destroyed by the helper thread."""
 
 
-def connect_apart(
-    groups: Sequence[Any], first: Callable[[Any], GroupWork], check: Callable[[], None], seconds: float = 0.02
-) -> None:
+def connect_apart(groups: Sequence[Any], first: Callable[[Any], GroupWork], check: Callable[[], None]) -> None:
     """Connect groups that the library builds lazily, one after the other in a helper thread.
 
     The calling thread never blocks in the library. All ranks must give their groups in one common order.
@@ -46,7 +46,6 @@ def connect_apart(
         groups: of this rank.
         first: starts the collective that connects a group, on the helper thread.
         check: called while waiting; raises if the groups are no longer wanted, and they must then be aborted.
-        seconds: between two calls of ``check``.
 
     Raises:
         CommunicatorAborted: a group could not be connected.
@@ -71,7 +70,7 @@ def connect_apart(
 
     start_owner(run, "unicron-connect-groups")
     try:
-        while not ended.wait(seconds):
+        while not ended.wait(_CHECK_SECONDS):
             check()
     finally:
         abandoned.set()
@@ -146,18 +145,17 @@ class Retirement:
         self._kept = [list(holders), list(groups)]
         self._thread = start_owner(self._run, "unicron-retire-groups")
 
-    def wait_aborted(self, check: Callable[[], None], seconds: float = 0.02) -> None:
+    def wait_aborted(self, check: Callable[[], None]) -> None:
         """Wait until no kernel of the groups writes to a tensor any more.
 
         Args:
             check: called while waiting; raises if the caller must not wait any longer.
-            seconds: between two calls of ``check``.
 
         Raises:
             RuntimeError: an error of the accelerator, after which the process cannot continue.
             Exception: any exception of ``check``.
         """
-        while not self._aborted.wait(seconds):
+        while not self._aborted.wait(_CHECK_SECONDS):
             check()
         if self._error is not None:
             raise self._error

@@ -22,6 +22,7 @@ from unicron_lightning.worker.communication.communicator import Gate, Handle
 
 logger = logging.getLogger(__name__)
 
+LOOK_SECONDS: Final = 0.05
 POLL_SECONDS: Final = 0.0002
 SHARED_DEVICE: Final = "Duplicate GPU detected"
 """NCCL's message when two ranks of a host use the same GPU; no later attempt can succeed."""
@@ -134,17 +135,16 @@ class OwnedGroup:
         self._released = threading.Event()
         self._thread = start_owner(self._run, name)
 
-    def wait_connected(self, look: Callable[[], str | None], seconds: float = 0.05) -> None:
+    def wait_connected(self, look: Callable[[], str | None]) -> None:
         """Wait until the group is connected.
 
         Args:
-            look: called periodically; returns a reason to abort, or None.
-            seconds: between two calls.
+            look: called every `LOOK_SECONDS`; returns a reason to abort, or None.
 
         Raises:
             CommunicatorAborted: the group could not be connected, was aborted, or ``look`` returned a reason.
         """
-        while not self.gate.wait_for(lambda: self._connected, seconds):
+        while not self.gate.wait_for(lambda: self._connected, LOOK_SECONDS):
             if (reason := look()) is not None:
                 self.abort(reason)
         self._check()

@@ -75,12 +75,12 @@ class Summary:
 class StepStatistics:
     """The usual step times of one worker in the present world.
 
-    Args:
+    Attributes:
         limits: factors and times.
     """
 
-    def __init__(self, limits: wire.WatchLimits | None = None) -> None:
-        self.limits = limits or wire.WatchLimits()
+    def __init__(self) -> None:
+        self.limits = wire.WatchLimits()
         self._epoch: int | None = None
         self._before: float | None = None
         """The average in the epoch before."""

@@ -157,11 +157,10 @@ class Control:
             self.condition.wait_for(lambda: self._welcome is not None)
         return self.welcome
 
-    def wait_newer(self, number: int, timeout: float | None = None) -> wire.Epoch | None:
-        """Wait until an epoch newer than ``number`` is known; return None after ``timeout`` seconds."""
+    def wait_newer(self, number: int) -> None:
+        """Wait until an epoch newer than ``number`` is known."""
         with self.condition:
-            self.condition.wait_for(lambda: self.newer_than(number) is not None, timeout)
-            return self.newer_than(number)
+            self.condition.wait_for(lambda: self.newer_than(number) is not None)
 
     def stand_aside(self, number: int) -> None:
         """Wait, outside the task after a planned change, for an epoch with this worker, by which the change is

@@ -210,8 +210,8 @@ class PairwiseSum:
         self._tensor = tensor.detach()
         self._sum = self._tensor.reshape(-1).clone()
         self.size = tensor.numel() * tensor.element_size()
-        self._meetings = _meetings(rank, world)
-        self._expected = {meeting.part for meeting in self._meetings if meeting.receives}
+        self._rounds = _pair_rounds(rank, world)
+        self._expected = {pair.part for pair in self._rounds if pair.receives}
         self._received: dict[int, Tensor] = {}
         self._arrived: set[int] = set()
         self._at = 0
@@ -219,7 +219,7 @@ class PairwiseSum:
 
     @property
     def done(self) -> bool:
-        return self._at == len(self._meetings)
+        return self._at == len(self._rounds)
 
     def begin(self) -> Sequence[Outbound]:
         return self._ready()
@@ -236,24 +236,24 @@ class PairwiseSum:
         return self._ready()
 
     def _ready(self) -> list[Outbound]:
-        """Pass through all meetings that are complete."""
+        """Pass through all rounds that are complete."""
         sends = []
         while not self.done:
-            meeting = self._meetings[self._at]
-            if meeting.sends and not self._sent:
-                sends.append(Outbound(meeting.peer, meeting.part, 0, bytes_of(self._sum)))
+            pair = self._rounds[self._at]
+            if pair.sends and not self._sent:
+                sends.append(Outbound(pair.peer, pair.part, 0, bytes_of(self._sum)))
                 self._sent = True
-            if meeting.receives:
-                if meeting.part not in self._arrived:
+            if pair.receives:
+                if pair.part not in self._arrived:
                     return sends
-                received = self._received.pop(meeting.part)
-                self._sum = self._sum + received if meeting.adds else received  # the old one may still be in a send
+                received = self._received.pop(pair.part)
+                self._sum = self._sum + received if pair.adds else received  # the old one may still be in a send
             self._at, self._sent = self._at + 1, False
         _set(self._tensor, self._sum)
         return sends
 
 
-def _meetings(rank: int, world: int) -> list[_PairRound]:
+def _pair_rounds(rank: int, world: int) -> list[_PairRound]:
     rounds = distances(world // 2 + 1)
     power = 1 << len(rounds)  # the largest power of two in the world
     begin = int(power < world)
