@@ -59,7 +59,7 @@ class Handshake:
 
         Args:
             status: of HTTP.
-            content: the body.
+            content: the body of an answer with the status 200, else empty.
             peer: address of the connection's other end; not used on an encrypted one.
 
         Raises:
@@ -72,7 +72,7 @@ class Handshake:
             self._endpoint,
             self._access.token,
             self._nonce,
-            content if status == HTTPStatus.OK else b"",
+            content,
             address_of(peer) if self.context is None else self._certificate.name,
             forwarded=self._access.forwarded,
         )

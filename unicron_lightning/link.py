@@ -11,6 +11,7 @@ import random
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
@@ -24,8 +25,8 @@ from unicron_lightning.tls import Access, TlsExpected
 ATTEMPT_SECONDS: Final = 5.0
 FIRST_RETRY_SECONDS: Final = 0.05
 LAST_RETRY_SECONDS: Final = 2.0
-_DEFAULTS: Final = {"heartbeat": 10.0, "max_msg_size": 64 << 20}
-"""Seconds between pings, and largest number of bytes of a message."""
+SESSION: Final[dict[str, Any]] = {"heartbeat": 10.0, "max_msg_size": 64 << 20}
+"""Options of a session's WebSocket: seconds between pings, and largest number of bytes of a message."""
 
 
 def retry_delay(most: float) -> float:
@@ -42,14 +43,14 @@ async def open_socket(
         http: makes the connections.
         url: ``http://HOST:PORT/PATH``, or https; ``access`` decides which of them it is.
         access: to the coordinator.
-        options: of `aiohttp.ClientSession.ws_connect`, beside or instead of the defaults of a session.
+        options: of `aiohttp.ClientSession.ws_connect`.
 
     Raises:
         CoordinatorUnproven: the process at the endpoint does not know the token, or has another certificate.
         aiohttp.ClientError: no process answers, or it is no coordinator.
         asyncio.TimeoutError: no answer in time.
     """
-    opener = _Opener(http=http, url=urlsplit(url), options={**_DEFAULTS, **options})
+    opener = _Opener(http=http, url=urlsplit(url), options=options)
     # `wait_for` could lose the caller's cancellation before Python 3.12.
     opening = asyncio.create_task(opener.open(access))
     try:
@@ -113,7 +114,8 @@ class _Opener:
                 raise
             raise refused from error
         async with asking as answer:
-            return answer.status, await answer.content.read(MOST_CHALLENGE_BYTES)
+            is_given = answer.status == HTTPStatus.OK
+            return answer.status, await answer.content.read(MOST_CHALLENGE_BYTES) if is_given else b""
 
     async def _upgrade(
         self, url: str, handshake: Handshake, secure: dict[str, Any]

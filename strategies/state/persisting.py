@@ -82,10 +82,8 @@ class Persisting:
         """Addresses of memory that was changed while it was copied: from then on it is copied at once."""
         self._lock = threading.Lock()
         self._saved: list[_SavedVersion] = []
-        self._last = "complete"
-        """State of the newest finished version."""
-        self._lost = ""
-        """Path of the newest finished version and its error, if no member can write it any more."""
+        self._newest: _SavedVersion | None = None
+        """Newest finished version; of a run that has ended, without its error."""
         self._replaced: list[str] = []
         """Checkpoints to remove once a newer version is complete."""
         self._due: list[str] = []
@@ -187,7 +185,7 @@ class Persisting:
             if self._saved:
                 self._saved[-1].then.append(action)
                 return
-        if self._last == "complete":
+        if not self._has_failed:
             action()
 
     def remove(self, path: Any) -> None:
@@ -215,9 +213,16 @@ class Persisting:
             self._sweep(all_ranks=True)  # the first rank may have died since the last step
         for left in (self._saved, self._replaced, self._due):
             left.clear()
-        lost, self._lost = self._lost, ""
-        if whole and lost:
-            raise CheckpointLost(lost)
+        newest = self._newest
+        if newest is not None:
+            error, newest.error = newest.error, ""
+            if whole and error.startswith(HOLDERS_LOST):
+                raise CheckpointLost(f"{newest.path}: {error}")
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether the newest finished version has failed."""
+        return self._newest is not None and self._newest.state == "failed"
 
     # ---- parts of a save
 
@@ -284,11 +289,9 @@ class Persisting:
             finished = []
             while self._saved and self._saved[0].state != "pending":
                 finished.append(self._saved.pop(0))
-                self._last = finished[-1].state
-                newest = finished[-1]
-                self._lost = f"{newest.path}: {newest.error}" if newest.error.startswith(HOLDERS_LOST) else ""
-                self._replaced += finished[-1].removes
-                if self._last == "complete":
+                self._newest = finished[-1]
+                self._replaced += self._newest.removes
+                if not self._has_failed:
                     self._due, self._replaced = self._due + self._replaced, []
         for action in (action for each in finished if each.state == "complete" for action in each.then):
             try:
@@ -303,7 +306,7 @@ class Persisting:
         if control is not None and control.is_ending:
             return  # the report of the newest one may come too late for the next life
         with self._lock:
-            if not self._saved and self._last == "complete":
+            if not self._saved and not self._has_failed:
                 self._due, self._replaced = self._due + self._replaced, []
             due = list(self._due)
         for path in due:

@@ -39,6 +39,7 @@ from unicron_lightning.link import (
     ATTEMPT_SECONDS,
     FIRST_RETRY_SECONDS,
     LAST_RETRY_SECONDS,
+    SESSION,
     end_tasks,
     open_socket,
     retry_delay,
@@ -318,7 +319,7 @@ class CoordinatorSession:
     async def _one_connection(self, http: aiohttp.ClientSession) -> bool:
         """Carry messages until the connection ends; return whether the coordinator closed it after a goodbye."""
         closing = aiohttp.ClientWSTimeout(ws_close=_CLOSE_SECONDS)
-        async with await open_socket(http, self._url, self._access, timeout=closing) as socket:
+        async with await open_socket(http, self._url, self._access, timeout=closing, **SESSION) as socket:
             self._transport = _transport_of(socket)
             self._outbox.opened()
             await socket.send_str(wire.encode(self._hooks.register()).decode())

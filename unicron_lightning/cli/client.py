@@ -186,7 +186,8 @@ def _meet(connection: http.client.HTTPConnection, handshake: Handshake) -> None:
         if refused is None:
             raise
         raise refused from error
-    handshake.meet(answer.status, answer.read(MOST_CHALLENGE_BYTES), peer)
+    content = answer.read(MOST_CHALLENGE_BYTES) if answer.status == HTTPStatus.OK else b""
+    handshake.meet(answer.status, content, peer)
     answer.read()
 
 

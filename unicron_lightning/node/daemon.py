@@ -28,6 +28,7 @@ from unicron_lightning.link import (
     ATTEMPT_SECONDS,
     FIRST_RETRY_SECONDS,
     LAST_RETRY_SECONDS,
+    SESSION,
     end_tasks,
     open_socket,
     retry_delay,
@@ -89,7 +90,7 @@ class NodeLink:
                 retry = min(2 * retry, LAST_RETRY_SECONDS)
 
     async def _one_connection(self, http: aiohttp.ClientSession) -> None:
-        async with await open_socket(http, self._url, self._access) as socket:
+        async with await open_socket(http, self._url, self._access, **SESSION) as socket:
             self._unsent = asyncio.Queue()
             self._stands, self._away_told = True, False
             await socket.send_str(wire.encode(self._hello()).decode())
