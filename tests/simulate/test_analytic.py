@@ -8,6 +8,7 @@ import pytest
 from simulate.scenes import CLUSTER, costs, random_trace, task, two_tasks
 
 from unicron_lightning.coordinator.events import Competitor, Limits, Question
+from unicron_lightning.coordinator.severity.record import SeverityLimits
 from unicron_lightning.planner.performance.model import MeasuredPoint, MeasuredTable, ParallelConfiguration
 from unicron_lightning.simulate import result as order
 from unicron_lightning.simulate.costs import CHANGES
@@ -133,7 +134,7 @@ def test_the_coordinators_own_rules_apply():
     """Workers of one node fail twice in a row, the second time in their first step."""
     again = TraceFault(at=1043.0, kind="exited_abnormally", node=2, worker=0)
     trace = Trace.of("twice", SECONDS, [DIES, again])
-    paper = Limits(warm_standby=True, strict=True, cordon_failures=2)
+    paper = Limits(warm_standby=True, severity=SeverityLimits(strict=True, cordon_failures=2))
     kept, isolated = (
         simulate("unicron", CLUSTER, [task("t")], trace, costs(), limits)
         for limits in (Limits(warm_standby=True), paper)
