@@ -16,7 +16,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.answers import event_between, state_of
 from unicron_lightning.coordinator.allocation.places import Places
 from unicron_lightning.coordinator.allocation.plans import plan_key, terms_of
-from unicron_lightning.coordinator.events import Competitor
+from unicron_lightning.coordinator.events import Competitor, Limits
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.state import Cluster
@@ -116,7 +116,7 @@ def test_a_term_that_users_state_reaches_the_planner(name: str) -> None:
 
 def test_simulated_jobs_have_the_terms_of_their_tasks() -> None:
     tasks = [sim_task("a", weight=3.0, min_workers=6, max_workers=12, granularity=4)]
-    system = System(Ablation(may_pause=True), CLUSTER, tasks, random_trace(0, faults=3), costs())
+    system = System(Ablation(may_pause=True), CLUSTER, tasks, random_trace(0, faults=3), costs(), Limits())
     job = system.shell.machine.cluster.lasting.jobs["a"]
     expected = stating(replace(tasks[0].terms, min_workers=2, max_workers=3))
     assert {name: getattr(job, name) for name in expected} == expected

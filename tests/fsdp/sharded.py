@@ -215,7 +215,7 @@ def recovered_sums(rank: int, world: int, folder: Path) -> Any:
     for _ in range(2):
         replica.shard_model.gradients.reduce()
         found.append([each.grad.to_local().flatten().tolist() for each in replica.net.parameters()])  # type: ignore[union-attr]
-        replica.shard_model.recover()
+        replica.shard_model.recover(0)
         same = [torch.equal(a, b.grad.to_local()) for a, b in zip(own, replica.net.parameters(), strict=True)]  # type: ignore[union-attr]
         assert all(same)
     time.sleep(0.1)
