@@ -79,7 +79,7 @@ OTHERS: Final = {
         *("_world", "torch._C"),
     },
     "lightning": {
-        *("_StrategyRegistry", "_broadcast_sigterm_tensor", "_call_lightning_module_hook"),
+        *("_broadcast_sigterm_tensor", "_call_lightning_module_hook"),
         *("_configure_schedulers_automatic_opt", "_signal_connector"),
         "_sigterm_notifier_fn",
     },
