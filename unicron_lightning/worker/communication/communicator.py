@@ -85,7 +85,10 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
-        """Start copying ``tensor`` of rank ``root`` to all ranks, in place."""
+        """Start copying ``tensor`` of rank ``root`` to all ranks, in place.
+
+        A rank may still pass the bytes on after its wait: it must not change them before all ranks have them.
+        """
         ...
 
     def wait(self, handle: Handle) -> None:
@@ -250,13 +253,19 @@ def send_tensors(
         the bytes (uint8, one dimension); empty on the sender, and on ranks that do not keep them.
     """
     received: list[Tensor] = []
-    passed = torch.empty(0 if keep else min(SEGMENT_BYTES, max(sizes, default=0)), dtype=torch.uint8)
+    room, used = min(SEGMENT_BYTES, sum(sizes)), 0
+    passed = torch.empty(0 if keep else room, dtype=torch.uint8)
     for size, tensor in zip(sizes, [None] * len(sizes) if tensors is None else tensors, strict=True):
-        data = flat(tensor) if tensor is not None else torch.empty(size, dtype=torch.uint8) if keep else passed
+        data = flat(tensor) if tensor is not None else torch.empty(size, dtype=torch.uint8) if keep else None
         for start in range(0, size, SEGMENT_BYTES):
-            place, count = 0 if data is passed else start, min(SEGMENT_BYTES, size - start)
-            communicator.wait(communicator.broadcast(data[place : place + count], root))
-        if keep and tensor is None:
+            count = min(SEGMENT_BYTES, size - start)
+            if used + count > room:
+                gather_rows(communicator, [0.0])  # all ranks have the bytes of which `passed` may still be sent
+                used = 0
+            part = passed[used : used + count] if data is None else data[start : start + count]
+            communicator.wait(communicator.broadcast(part, root))
+            used += count
+        if keep and tensor is None and data is not None:
             received.append(data)
     return received
 
