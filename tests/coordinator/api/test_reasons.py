@@ -10,7 +10,7 @@ from coordinator.driver import World, running, settle
 from coordinator.fake_agent import FakeAgent
 from coordinator.fake_daemon import FakeDaemon, job
 from coordinator.membership.test_plain import plain
-from coordinator.severity.test_apply import settle_all
+from coordinator.severity.test_apply import breaks, settle_all
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -45,6 +45,23 @@ def test_a_queued_job_states_what_it_needs_and_what_there_is():
     assert list(lost_nodes(world.machine.cluster)) == ["m"]
     FakeDaemon(world, "m", "0", pid=2, started_at=2.0).connect()
     assert not lost_nodes(world.machine.cluster), "it is back"
+
+
+def test_a_task_that_starts_without_the_node_of_a_broken_gpu_states_which_one_it_lacks():
+    """The node is cordoned before the first epoch, and the other node waits. The reason was: 1 of 1 worker ready."""
+    world = World()
+    world.nodes = (2, 2)
+    a, b = (world.agent(name).start() for name in "ab")
+    for agent in (a, b):
+        agent.launch().hello()
+    a.ready(0)
+    breaks(b, b.worker())
+    b.rendezvous()
+    reason = why(world)
+    assert reason is not None and "1 of 1 worker ready; needs 2 nodes, has 1; drained: node-b" in reason, reason
+    assert "uncorrectable ECC error" in reason
+    b.drain(False)
+    assert b.granted and why(world) == "starting: 1 of 2 workers ready"
 
 
 def test_a_job_with_slots_is_starting_before_its_agents_register_and_a_goodbye_hides_no_lost_daemon():

@@ -35,7 +35,7 @@ def why_waiting(cluster: Cluster, task: Task) -> str | None:
     if task.epoch is not None and (task.epoch.hold or task.pausing or not task.settled):
         return _why_waiting_in_epoch(cluster, task, task.epoch)
     if task.slots:
-        return _why_starting(task)
+        return _why_starting(cluster, task)
     return _why_queued(cluster, task) if task.id in cluster.lasting.jobs else _why_forming(cluster, task)
 
 
@@ -74,7 +74,7 @@ def _why_waiting_in_epoch(cluster: Cluster, task: Task, epoch: wire.Epoch) -> st
     return "; ".join(filter(None, [holds, *_kept_out(cluster, task), task.severity.last_words]))
 
 
-def _why_starting(task: Task) -> str | None:
+def _why_starting(cluster: Cluster, task: Task) -> str | None:
     if task.regrouping:
         stopping = [task.agents[agent].node for agent in task.slots]
         return f"restarting with other nodes: waits until {_few(stopping)} have stopped their workers"
@@ -84,7 +84,11 @@ def _why_starting(task: Task) -> str | None:
         return "starting: no worker has reported yet (those of a script without the strategy do not)"
     expected = sum(task.agents[agent].local_world or 1 for agent in task.slots)
     ready = sum(worker.built for worker in task.workers.values())
-    return f"starting: {ready} of {counted(expected, 'worker')} ready"
+    starting, need = f"starting: {ready} of {counted(expected, 'worker')} ready", fewest(task)
+    if len(task.slots) >= need:
+        return starting
+    has = f"needs {counted(need, 'node')}, has {len(task.slots)}"
+    return "; ".join(filter(None, [starting, has, *_kept_out(cluster, task), task.severity.last_words]))
 
 
 def _why_queued(cluster: Cluster, task: Task) -> str:
