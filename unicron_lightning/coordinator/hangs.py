@@ -98,7 +98,8 @@ def judge(
         mute_time: seconds after which a reachable member without an answer is silent: its agent inspects it.
         collective_time: seconds that all members may wait in a collective.
         stall_time: seconds that an overdue member may take while no other waits for it.
-        witness: whether it may; else it has failed when all have answered, or could have.
+        witness: whether it may; else it has failed in a phase of `STEP` when all have answered, or could have. The
+            limits of other phases are no multiples of an average, and all ranks may run a long hook.
     """
     answers = [said[member] for member in members if member in said]
     waiting = [doing for doing in answers if doing.waiting]
@@ -107,10 +108,11 @@ def judge(
     if waiting and late:
         return Verdict(culprits=tuple(doing.worker for doing in late))
     # No member waits for them: everything may be slow at the same time, or there is no other member.
-    failed = not witness and (len(answers) == len(members) or asked >= mute_time)
-    stalled = tuple(doing.worker for doing in late if failed or doing.seconds > stall_time)
+    answered = not witness and (len(answers) == len(members) or asked >= mute_time)
+    failed = tuple(doing.worker for doing in late if answered and doing.phase in STEP)
+    stalled = failed or tuple(doing.worker for doing in late if doing.seconds > stall_time)
     if stalled:
-        return Verdict(culprits=stalled, unnamed=failed)
+        return Verdict(culprits=stalled, unnamed=bool(failed))
     if elsewhere or not any(doing.overdue for doing in answers):
         return NOTHING
     mute = [member for member in members if member not in said]
@@ -121,6 +123,8 @@ def judge(
     return NOTHING
 
 
+STEP: Final = ("compute", "reduce", "commit", "optimizer")
+"""Phases of a step whose time is compared with an average; the same as the workers' `activity.CORE`."""
 BETWEEN: Final = ("validation", "checkpoint", "epoch_end")
 """Phases between steps that end with a wait for all ranks; the same as the workers' `activity.BETWEEN`."""
 _FIRST_PAUSE: Final = 0.15

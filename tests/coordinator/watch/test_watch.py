@@ -73,6 +73,18 @@ def test_without_a_witness_who_is_late_has_failed_once_all_have_answered() -> No
     assert judge(["a", "b"], {"a": fine, "b": fine}, asked=9.0, **rule) == NOTHING
 
 
+@pytest.mark.parametrize("phase", ["hooks", "data", "validation", "epoch_end", "checkpoint", "boundary"])
+def test_without_a_witness_a_long_hook_of_all_ranks_has_not_failed(phase: str) -> None:
+    """Only a step is compared with an average: all workers were killed after 60 s in hooks, with the task's state."""
+    said = {name: does(name, phase, waiting=False, seconds=61.0, limit=60.0) for name in "ab"}
+    rule: dict[str, Any] = {**TIMES, "witness": False, "reachable": frozenset("ab")}
+    assert judge(["a", "b"], said, asked=9.0, **rule) == NOTHING
+    said["b"] = does("b")
+    assert judge(["a", "b"], said, asked=9.0, **rule) == Verdict(culprits=("a",))
+    said = {name: does(name, phase, waiting=False, seconds=601.0) for name in "ab"}
+    assert judge(["a", "b"], said, asked=9.0, **rule) == Verdict(culprits=("a", "b"))
+
+
 def test_a_failed_step_without_a_witness_is_an_error_without_a_name() -> None:
     world = World(witness=False)
     (agent,) = running(world, 1)
@@ -272,7 +284,7 @@ def test_a_slow_task_and_a_slow_rank_are_shown_after_a_while(trained: tuple[Worl
 
 
 def test_both_ends_mean_the_same_phases_between_steps() -> None:
-    assert set(hangs.BETWEEN) == activity.BETWEEN
+    assert set(hangs.BETWEEN) == activity.BETWEEN and set(hangs.STEP) == activity.CORE
 
 
 def test_behind_its_peers() -> None:
