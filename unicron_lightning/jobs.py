@@ -12,6 +12,7 @@ import msgspec
 
 from unicron_lightning import environ
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.planner.performance.description import PRESETS, TransformerProfile
 from unicron_lightning.terms import Terms
 from unicron_lightning.wire.fields import MOST_WEIGHT, shortened
 from unicron_lightning.wire.subjects import Layout
@@ -29,6 +30,8 @@ _MOST_BYTES: Final = 1 << 20
 """Limit for all arguments and variables together: half of Linux' default limit."""
 _MOST_PATH_BYTES: Final = 4096
 _MOST_AFTER: Final = 1000
+_MOST_SIZE: Final = 10**8
+"""Limit of every size in a job's ``transformer``."""
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FROM_FILE: Final = "file:"
 """Beginning of a secret's source: a file of the node."""
@@ -68,6 +71,7 @@ class JobFields(JobShare):
     time_limit_seconds: float | None = None
     flops_per_step: float | None = None
     profile: dict[int, float] = field(default_factory=dict)
+    transformer: dict[str, Any] = field(default_factory=dict)
     layouts: dict[int, list[int]] = field(default_factory=dict)
 
     def job(self, name: str) -> Job:
@@ -76,7 +80,8 @@ class JobFields(JobShare):
         Raises:
             ConfigError: it is wrong.
         """
-        job = Job(name=name, **{each.name: getattr(self, each.name) for each in fields(JobFields)})
+        given = {each.name: getattr(self, each.name) for each in fields(JobFields)}
+        job = Job(name=name, **{**given, "transformer": read_transformer(self.transformer)})
         wrong = problem(job)
         if wrong is not None:
             raise ConfigError(wrong)
@@ -122,7 +127,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     flops_per_step: float | None = None
     """FLOPs of the model in one optimizer step, used to compute FLOP/s from step times."""
     profile: dict[int, float] = {}
-    """T(t,x) if known beforehand: achieved FLOP/s by number of slots."""
+    """T(t,x) if known beforehand: achieved FLOP/s by number of slots. Beside `transformer`, it corrects that."""
+    transformer: TransformerProfile | None = None
+    """The model's shape, from which T(t,x) is computed where nothing is measured."""
     layouts: dict[int, list[int]] = {}
     """Layout from a number of slots on: TP and PP, or the number of shards alone. The coordinator orders it when the
     task has made a step with that many slots, and the plan counts the time of the change.
@@ -139,6 +146,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             return None
         tensor, *pipeline = self.layouts[max(named)]
         return Layout(tensor=tensor, pipeline=pipeline[0] if pipeline else 1, sharded=not pipeline)
+
+
+def read_transformer(given: dict[str, Any] | None) -> TransformerProfile | None:
+    """Return a profile from the values of a file or a request; None if it has none.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value is wrong.
+    """
+    if not given:
+        return None
+    from unicron_lightning.sections import read_section  # loads OmegaConf, which daemons do not need
+
+    return read_section(TransformerProfile, given, "transformer")
 
 
 def stating(terms: Terms) -> dict[str, Any]:
@@ -176,6 +196,12 @@ def _problem_of_numbers(job: Job) -> str | None:
     for slots, flops in job.profile.items():
         if not 1 <= slots <= MOST_NODES or not _positive(flops):
             return f"profile={shortened(job.profile)}: expected FLOP/s > 0 by numbers of slots >= 1"
+    if (shape := job.transformer) is not None:
+        if shape.accelerator is None:
+            return f"transformer.accelerator is missing: expected one of {', '.join(sorted(PRESETS))}"
+        for name, size in vars(shape).items():
+            if isinstance(size, int) and size > _MOST_SIZE:
+                return f"transformer.{name}={shortened(size)}: expected a number <= {_MOST_SIZE}"
     for slots, sizes in job.layouts.items():
         if not 1 <= slots <= MOST_NODES or len(sizes) not in (1, 2) or not all(1 <= n <= MOST_NODES for n in sizes):
             return f"layouts={shortened(job.layouts)}: expected [TP, PP] or [shards] by numbers of slots >= 1"

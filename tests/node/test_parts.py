@@ -11,12 +11,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from unicron_lightning.cli.certs import write_certificates
 from unicron_lightning.cli.inspection import Speeds
 from unicron_lightning.cli.job_file import array_of, read_job
 from unicron_lightning.cli.node import Tail
+from unicron_lightning.cli.plan.situation import PerformanceConfig
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job, problem
 from unicron_lightning.link import end_tasks
@@ -361,6 +363,22 @@ def test_activation_commands_run_before_torchrun_in_its_process(tmp_path: Path) 
     assert not (tmp_path / "no").exists()
 
 
+SHAPE = """\
+transformer: {num_layers: 2, hidden_size: 8, num_heads: 2, sequence_length: 8, vocabulary_size: 64,
+              global_batch_size: 4}
+"""
+
+
+def test_a_job_file_has_the_transformer_of_a_plan_file(tmp_path: Path) -> None:
+    file = tmp_path / "j.yaml"
+    file.write_text(f"command: [x]\n{SHAPE}")
+    shape = read_job(file, ["transformer.accelerator=H100"]).transformer
+    assert shape == PerformanceConfig(transformer=shape).transformer
+    assert shape is not None and (shape.accelerator, shape.num_layers, shape.may_idle) == ("H100", 2, True)
+    sent = msgspec.json.encode(read_job(file, ["transformer.accelerator=H100"]))
+    assert msgspec.json.decode(sent, type=Job).transformer == shape
+
+
 @pytest.mark.parametrize(
     ("text", "override", "words"),
     [
@@ -370,6 +388,15 @@ def test_activation_commands_run_before_torchrun_in_its_process(tmp_path: Path) 
         ("command: [x]\n", "weight=-1", "weight=-1.0: expected a number > 0"),
         ("command: [x]\n", "weight", "--set weight: expected key=value"),
         ("- x\n", "weight=1", "expected a mapping"),
+        ("command: [x]\ntransformer: {num_layers: 0}\n", "weight=1", "transformer.hidden_size is missing: expected"),
+        (
+            "command: [x]\ntransformer: {num_layers: two}\n",
+            "weight=1",
+            "transformer.num_layers='two': expected a",
+        ),
+        (f"command: [x]\n{SHAPE}", "transformer.num_heads=3", "transformer: num_heads=3: expected a divisor of hidden"),
+        (f"command: [x]\n{SHAPE}", "transformer.accelerator=B3", "transformer: accelerator='B3': expected one of A100"),
+        (f"command: [x]\n{SHAPE}", "weight=1", "transformer.accelerator is missing: expected one of A100"),
     ],
 )
 def test_a_wrong_job_file_is_refused_in_words(text: str, override: str, words: str, tmp_path: Path) -> None:

@@ -15,13 +15,12 @@ from unicron_lightning.cli.plan.situation import (
     PlanClusterConfig,
     PlanConfig,
     PlanTaskConfig,
-    TransformerConfig,
     failure_model,
     nodes_of,
     situation_of,
 )
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.planner.performance.description import ModelShape
+from unicron_lightning.planner.performance.description import ModelShape, TransformerProfile
 from unicron_lightning.planner.placement import NodeCapacity
 from unicron_lightning.planner.solver import solve
 
@@ -109,7 +108,7 @@ def test_groups_come_from_the_configuration_or_from_the_file() -> None:
 
 def test_a_transformer_is_modelled_on_the_clusters_accelerators() -> None:
     shape = {"num_layers": 24, "hidden_size": 2304, "num_heads": 24, "sequence_length": 2048, "vocabulary_size": 51200}
-    performance = PerformanceConfig(transformer=TransformerConfig(**shape, global_batch_size=512))
+    performance = PerformanceConfig(transformer=TransformerProfile(**shape, global_batch_size=512))
     tasks = {"a": PlanTaskConfig(performance=performance, transition_seconds=1)}
     config = PlanConfig(cluster=PlanClusterConfig(num_nodes=2, accelerator="A800"), failures=FAILURES, tasks=tasks)
     model = situation_of(config, HERE).state.tasks[0].task.performance
@@ -117,7 +116,7 @@ def test_a_transformer_is_modelled_on_the_clusters_accelerators() -> None:
     assert 0.3 * 16 * 312e12 < model.throughput(16) < 0.9 * 16 * 312e12
     half = model.throughput(16) / 2
     measured = PerformanceConfig(
-        transformer=TransformerConfig(**shape, global_batch_size=512, uneven_shares=True),
+        transformer=TransformerProfile(**shape, global_batch_size=512, uneven_shares=True),
         measured=[{"workers": 16, "flops_per_second": half}],
     )
     told = dataclasses.replace(tasks["a"], performance=measured)

@@ -7,9 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from unicron_lightning.coordinator.allocation.answers import (
     failure_model,
+    flops_per_step,
     performance_of,
     performances,
     transition_times,
@@ -19,6 +22,8 @@ from unicron_lightning.coordinator.incidents.facts import Lifetimes, Measured, M
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.state import Task, Worker, decode_task, encode
 from unicron_lightning.jobs import Job
+from unicron_lightning.planner.performance.description import TransformerProfile
+from unicron_lightning.planner.performance.transformer import TransformerModel
 
 NOW = 5000.0
 
@@ -65,10 +70,58 @@ def test_a_profile_is_taken_until_measurements_say_otherwise():
     assert 20.0 < measured.throughput(4) < 25.0, "the whole profile was too high"
 
 
+SHAPE = {"num_layers": 8, "hidden_size": 1024, "num_heads": 16, "sequence_length": 1024, "vocabulary_size": 32000}
+
+
+def profile(**given: object) -> TransformerProfile:
+    return TransformerProfile(**SHAPE, **{"global_batch_size": 16, "accelerator": "A100", **given})
+
+
+@given(
+    workers=st.integers(1, 4),
+    most=st.integers(1, 6),
+    batch=st.integers(1, 24),
+    uneven=st.booleans(),
+    idle=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_transformer_counts_slots_and_equals_the_search_without_a_limit(
+    workers: int, most: int, batch: int, uneven: bool, idle: bool
+) -> None:
+    """The coordinator's search is limited to the workers that the job may have, which changes no size of the job."""
+    shape = profile(global_batch_size=batch, uneven_shares=uneven, may_idle=idle)
+    made = performance_of(None, job(transformer=shape, workers_per_node=workers, max_nodes=most))
+    whole = TransformerModel.of(shape, interleaves=False)
+    for slots in range(most + 1):
+        assert made.throughput(slots) == whole.throughput(slots * workers)
+        assert made.configuration(slots) == whole.configuration(slots * workers)
+        assert made.uncertainty(slots) == whole.uncertainty(slots * workers)
+
+
+def test_measured_steps_and_a_profile_correct_a_transformer() -> None:
+    shape = profile()
+    model = performance_of(None, job(transformer=shape, max_nodes=8))
+    flops = float(shape.flops_per_step)
+    half = 2 * flops / model.throughput(4)
+    measured = performance_of(task(speeds={4: speed(half)}), job(transformer=shape, max_nodes=8))
+    assert measured.throughput(4) == pytest.approx(model.throughput(4) / 2, rel=0.02)
+    assert measured.throughput(8) < 0.75 * model.throughput(8), "the whole model was too fast"
+    stated = job(transformer=shape, max_nodes=8, profile={4: model.throughput(4) / 2}, submitted_at=NOW)
+    assert performance_of(None, stated).throughput(4) == pytest.approx(model.throughput(4) / 2, rel=0.05)
+    both = performance_of(task(speeds={4: speed(half / 3)}), stated)
+    assert both.throughput(4) == pytest.approx(1.5 * model.throughput(4), rel=0.02), "steps are newer than the profile"
+
+
+def test_unknown_tasks_are_worth_per_slot_what_a_transformer_is_expected_to_achieve() -> None:
+    models = performances({"unknown": task("unknown")}, {"known": job("known", transformer=profile())})
+    assert models["unknown"].throughput(1) == pytest.approx(models["known"].throughput(1))
+
+
 def test_flops_are_those_of_the_job_else_those_that_the_workers_tell():
     told = task(flops_per_step=8.0, speeds={2: speed(2.0)})
     assert performance_of(told, None).throughput(2) == pytest.approx(4.0, rel=0.05)
     assert performance_of(told, job(flops_per_step=2.0)).throughput(2) == pytest.approx(1.0, rel=0.05)
+    assert flops_per_step(told, job(transformer=profile())) == profile().flops_per_step > 8.0
 
 
 def test_unknown_tasks_are_worth_per_slot_what_the_others_achieve():

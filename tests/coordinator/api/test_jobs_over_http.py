@@ -31,6 +31,11 @@ async def test_jobs_are_taken_in_told_to_daemons_and_cancelled(tmp_path: Path) -
                 ({**job, "weigth": 1}, 400, "expected a job: Object contains unknown field `weigth`"),
                 ({**job, "name": "k", "weight": "heavy"}, 400, "expected a job: Expected `float`, got `str`"),
                 ({**job, "name": "k", "max_nodes": 0}, 400, "min_nodes=1, max_nodes=0: expected 1 <= min_nodes"),
+                (
+                    {**job, "name": "k", "transformer": {"layers": 2}},
+                    400,
+                    "expected a job: transformer.layers=2: unknown key",
+                ),
                 (job, 409, "task 'j' exists already"),
             ]:
                 answered, answer = await ask("POST", "/v1/jobs", body)

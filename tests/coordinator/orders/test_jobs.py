@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from unicron_lightning.coordinator.allocation.plans import standing
 from unicron_lightning.coordinator.api.status import why_waiting
 from unicron_lightning.coordinator.orders.jobs import job_status, refusal
 from unicron_lightning.jobs import Job, problem
+from unicron_lightning.planner.performance.description import TransformerProfile
 from unicron_lightning.wire.daemon import NodeTask
 
 AWAY = 0.3
@@ -336,6 +338,11 @@ def test_names_are_not_given_twice():
     assert "task 't' exists already" in (refusal(world.machine.cluster, [job("t")]) or "")
 
 
+SHAPE = TransformerProfile(
+    num_layers=2, hidden_size=8, num_heads=2, sequence_length=8, vocabulary_size=64, global_batch_size=4
+)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -349,6 +356,11 @@ def test_names_are_not_given_twice():
         ({"weight": float("nan")}, "weight=nan: expected a number > 0"),
         ({"flops_per_step": 0.0}, "flops_per_step=0.0: expected a number > 0"),
         ({"profile": {0: 1.0}}, "profile={0: 1.0}: expected"),
+        ({"transformer": SHAPE}, "transformer.accelerator is missing: expected one of A100, A800, H100, H200"),
+        (
+            {"transformer": replace(SHAPE, accelerator="A100", num_layers=10**9)},
+            "transformer.num_layers=1000000000: expected a number <= 100000000",
+        ),
         ({"folder": "here"}, "folder='here': expected an absolute path"),
         ({"environment": {"A=B": "c"}}, "environment: 'A=B'='c' can't be a variable"),
     ],

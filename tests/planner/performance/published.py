@@ -27,6 +27,7 @@ from unicron_lightning.planner.performance.description import (
     MEGATRON_2021,
     MEGATRON_2022,
     MEGATRON_CORE,
+    SCALING_LOSS,
     Hardware,
     ModelShape,
     Recipe,
@@ -35,7 +36,6 @@ from unicron_lightning.planner.performance.description import (
 from unicron_lightning.planner.performance.model import ParallelConfiguration
 from unicron_lightning.planner.performance.transformer import (
     RECOMPUTE,
-    SCALING_LOSS,
     Layouts,
     TransformerModel,
     layer_seconds,

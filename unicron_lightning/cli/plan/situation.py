@@ -23,14 +23,14 @@ from unicron_lightning.planner.failures import (
     WeibullHazard,
 )
 from unicron_lightning.planner.performance.calibrated import CalibratedModel, Measurement
-from unicron_lightning.planner.performance.description import PRESETS, RECIPES, Hardware, ModelShape
+from unicron_lightning.planner.performance.description import PRESETS, TransformerProfile
 from unicron_lightning.planner.performance.model import (
     MeasuredTable,
     PerformanceModel,
     points_from_csv,
     points_from_rows,
 )
-from unicron_lightning.planner.performance.transformer import SCALING_LOSS, SearchSpace, TransformerModel
+from unicron_lightning.planner.performance.transformer import TransformerModel
 from unicron_lightning.planner.placement import Accelerators, Demand, NodeCapacity, NodeState, Placement, place
 from unicron_lightning.planner.reward import Curve, PlanTask
 from unicron_lightning.planner.solver import Plan
@@ -89,24 +89,6 @@ class FailuresConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelShape):
-    """A transformer without measurements."""
-
-    global_batch_size: int
-    """Samples per optimizer step."""
-    recipe: str = "megatron-core"
-    """Training method: megatron-core, megatron-2022 or megatron-2021."""
-    may_idle: bool = True
-    """Whether the task may leave some of its workers idle."""
-    uneven_shares: bool = False
-    """Whether DP need not divide the global batch: replicas then get shares that differ by a micro-batch, as the
-    strategies give them. More sizes are useful, and a lost replica does not change TP x PP.
-    """
-    scaling_loss: float = SCALING_LOSS
-    """Part of a step's time that each doubling of the number of nodes adds to the formulas."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PerformanceConfig:
     """T(t,x), in exactly one way."""
 
@@ -116,7 +98,7 @@ class PerformanceConfig:
     """Rows with the columns of `unicron_lightning.planner.performance.model`."""
     csv: str | None = None
     """A file with such rows; its path is relative to the folder of the YAML file."""
-    transformer: TransformerConfig | None = None
+    transformer: TransformerProfile | None = None
     measured: list[dict[str, Any]] | None = None
     """A few measured rows that correct the ``transformer``: `unicron_lightning.planner.performance.calibrated`."""
     flops_per_step: float | None = None
@@ -383,24 +365,11 @@ def performance_of(config: PerformanceConfig, cluster: PlanClusterConfig, folder
     return MeasuredTable(points=points, between=config.between, beyond=config.beyond)
 
 
-def _transformer(config: TransformerConfig, cluster: PlanClusterConfig) -> TransformerModel:
-    if cluster.accelerator is None or cluster.accelerator not in PRESETS:
+def _transformer(profile: TransformerProfile, cluster: PlanClusterConfig) -> TransformerModel:
+    accelerator = profile.accelerator or cluster.accelerator
+    if accelerator is None or accelerator not in PRESETS:
         raise ConfigError(f"cluster.accelerator={cluster.accelerator}: expected one of {', '.join(sorted(PRESETS))}")
-    if config.recipe not in RECIPES:
-        raise ConfigError(f"recipe={config.recipe!r}: expected one of {', '.join(sorted(RECIPES))}")
-    hardware: Hardware = dataclasses.replace(
-        PRESETS[cluster.accelerator], accelerators_per_node=cluster.workers_per_node
-    )
-    names = [each.name for each in dataclasses.fields(ModelShape)]
-    return TransformerModel(
-        shape=ModelShape(**{name: getattr(config, name) for name in names}),
-        cluster=hardware,
-        global_batch_size=config.global_batch_size,
-        recipe=RECIPES[config.recipe],
-        may_idle=config.may_idle,
-        space=SearchSpace(uneven_shares=config.uneven_shares),
-        scaling_loss=config.scaling_loss,
-    )
+    return TransformerModel.of(profile, accelerator=accelerator, accelerators_per_node=cluster.workers_per_node)
 
 
 def _calibrated(prior: TransformerModel, config: PerformanceConfig) -> CalibratedModel:

@@ -19,19 +19,22 @@ noise, so that plans made ahead stay valid.
 
 How T(t,x) is made:
 
-* the prior: the job's profile if it has one, else `SublinearModel` with the task's micro-batches;
-* corrected by the step times measured at each size (`CalibratedModel`); with neither, numpy is not imported.
+* the prior: the analytic model of the job's ``transformer``, else its profile, else `SublinearModel` with the task's
+  micro-batches;
+* corrected by the step times measured at each size (`CalibratedModel`), and beside a ``transformer`` by the profile.
+  Without measurements and a ``transformer``, numpy is not imported.
 
-FLOP/s must be comparable between tasks, which requires the FLOPs of a step: from the job (``flops_per_step``), else
-from the workers (the attribute of that name of the LightningModule). For a task without either, only the *shape* of
-T(t,x) is measured. Its slots are valued at the median of the other tasks' slots (1 FLOP/s if none is known), so that
-such tasks neither starve nor displace the others.
+FLOP/s must be comparable between tasks, which requires the FLOPs of a step: from the job (``flops_per_step``, else its
+``transformer``), else from the workers (the attribute of that name of the LightningModule). For a task without either,
+only the *shape* of T(t,x) is measured. Its slots are valued at the median of the other tasks' slots (1 FLOP/s if none
+is known), so that such tasks neither starve nor displace the others.
 
 The planner is imported at first use: a coordinator with one task starts without it.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import statistics
 import time
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from unicron_lightning.coordinator.config import PlannerConfig
     from unicron_lightning.planner.failures import FailureModel
     from unicron_lightning.planner.performance.calibrated import Measurement
+    from unicron_lightning.planner.performance.description import TransformerProfile
     from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel
     from unicron_lightning.planner.reward import Curve
     from unicron_lightning.planner.solver import Plan, PlanTable
@@ -61,6 +65,8 @@ logger = logging.getLogger(__name__)
 
 _PROFILE_ERROR: Final = 0.1
 """Relative standard error of a job's profile: a few measurements outweigh it."""
+_MOST_WORKERS: Final = 1 << 15
+"""Limit of the search of a ``transformer``, which bounds its memory; more workers are taken to be idle."""
 _LEAST_SPREAD: Final = 0.02
 """Lower bound of a measured interval's relative deviation: equal values by chance are not exact."""
 _HOUR: Final = 3600.0
@@ -117,13 +123,13 @@ def performance_of(task: Task | None, job: Job | None, *, nominal: float = 1.0) 
 
     speeds = {} if task is None else task.measured.speeds
     flops = flops_per_step(task, job)
-    prior: PerformanceModel
-    if job is not None and job.profile:
-        prior = _profile(job.profile)
-    else:
+    prior, points, error = analytic(job), _points(job), None
+    if prior is None and job is not None and job.profile:
+        prior, error = _profile(job.profile), _PROFILE_ERROR
+    if prior is None:
         shape = SublinearModel(num_parts=_parts(task, job))
         prior = SublinearModel(rate=_level(shape, speeds, flops) or nominal, num_parts=shape.num_parts)
-    if not speeds:
+    if not speeds and not points:
         return prior
     if flops is None:
         # Only the shape is measured: it is scaled to the prior at the smallest size.
@@ -133,8 +139,54 @@ def performance_of(task: Task | None, job: Job | None, *, nominal: float = 1.0) 
             return prior
     from unicron_lightning.planner.performance.calibrated import CalibratedModel
 
-    error = _PROFILE_ERROR if job is not None and job.profile else None
-    return CalibratedModel(prior=prior, measured=_measured(speeds, flops), prior_error=error)
+    return CalibratedModel(prior=prior, measured={**points, **_measured(speeds, flops)}, prior_error=error)
+
+
+class _InSlots:
+    """T(t,x) of a task with several workers in a slot, by number of slots.
+
+    Args:
+        model: T(t,x) by number of workers.
+        workers: in a slot.
+    """
+
+    def __init__(self, model: PerformanceModel, workers: int) -> None:
+        self._model, self._workers = model, workers
+
+    def throughput(self, num_workers: int) -> float:
+        return self._model.throughput(num_workers * self._workers)
+
+    def configuration(self, num_workers: int) -> ParallelConfiguration | None:
+        return self._model.configuration(num_workers * self._workers)
+
+    def uncertainty(self, num_workers: int) -> float:
+        return self._model.uncertainty(num_workers * self._workers)
+
+
+def analytic(job: Job | None) -> PerformanceModel | None:
+    """Return T(t,x) of a job's ``transformer`` without measurements, by number of slots; None if it has none."""
+    if job is None or job.transformer is None:
+        return None
+    return _of_shape(job.transformer, job.workers_per_node, job.max_nodes)
+
+
+@functools.lru_cache(maxsize=256)  # each model searches once
+def _of_shape(shape: TransformerProfile, workers: int, most_slots: int) -> PerformanceModel:
+    from unicron_lightning.planner.performance.transformer import TransformerModel
+
+    most = min(workers * most_slots, _MOST_WORKERS)
+    # No strategy has virtual pipeline stages.
+    return _InSlots(TransformerModel.of(shape, interleaves=False, most_workers=most), workers)
+
+
+def _points(job: Job | None) -> dict[int, Measurement]:
+    """Return a job's profile as measurements that correct its ``transformer``."""
+    if job is None or job.transformer is None or not job.profile:
+        return {}
+    from unicron_lightning.planner.performance.calibrated import Measurement
+
+    at = job.submitted_at
+    return {slots: Measurement(flops_per_second=rate, at_seconds=at) for slots, rate in job.profile.items()}
 
 
 def _nominal_rate(tasks: Iterable[tuple[Task | None, Job | None]]) -> float:
@@ -147,6 +199,9 @@ def _nominal_rate(tasks: Iterable[tuple[Task | None, Job | None]]) -> float:
             rates.append(statistics.median(flops / speed.seconds / slots for slots, speed in speeds.items()))
         elif job is not None and (known := [rate / slots for slots, rate in job.profile.items() if rate > 0]):
             rates.append(statistics.median(known))
+        elif job is not None and (model := analytic(job)) is not None:
+            rates.append(model.throughput(job.min_nodes) / job.min_nodes)
+    rates = [rate for rate in rates if rate > 0]
     return statistics.median(rates) if rates else 1.0
 
 
@@ -154,6 +209,8 @@ def flops_per_step(task: Task | None, job: Job | None) -> float | None:
     """Return FLOPs of the model in one optimizer step: as defined, else as reported by workers, else None."""
     if job is not None and job.flops_per_step is not None:
         return job.flops_per_step
+    if job is not None and job.transformer is not None:
+        return float(job.transformer.flops_per_step)
     return None if task is None else task.measured.flops_per_step
 
 

@@ -35,7 +35,7 @@ from unicron_lightning.coordinator.storage import PAGE_BYTES, LoggedEvent
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.arrivals import draw
 from unicron_lightning.faults.fault import parse, text
-from unicron_lightning.jobs import MOST_TOGETHER, Job, problem
+from unicron_lightning.jobs import MOST_TOGETHER, Job, problem, read_transformer
 from unicron_lightning.wire.fields import shortened
 
 if TYPE_CHECKING:
@@ -117,15 +117,25 @@ _MOST_DIGITS: Final = 18
 class _Submission(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A job as submitted; unknown keys are refused."""
 
+    transformer: dict[str, Any] | None = None  # type: ignore[assignment]  # read by its own schema, as from a file
+
 
 _decode_submission = msgspec.json.Decoder(_Submission | list[_Submission]).decode
 
 
 def _decode_jobs(data: bytes) -> tuple[list[Job], bool]:
-    """Return the submitted jobs, and whether they were submitted as a list."""
+    """Return the submitted jobs, and whether they were submitted as a list.
+
+    Raises:
+        msgspec.DecodeError: the body has another form.
+        ConfigError: a job's ``transformer`` is wrong.
+    """
     given = _decode_submission(data)
     jobs = given if isinstance(given, list) else [given]
-    return [Job(**msgspec.structs.asdict(each)) for each in jobs], isinstance(given, list)
+    shapes = [read_transformer(each.transformer) for each in jobs]
+    plain = [msgspec.structs.asdict(each) for each in jobs]
+    made = [Job(**{**each, "transformer": shape}) for each, shape in zip(plain, shapes, strict=True)]
+    return made, isinstance(given, list)
 
 
 def _number(word: str, digits: int = 6) -> int | None:
@@ -299,7 +309,7 @@ class Api:
         """Submit a task, or several, all or none: the body is a `Job`, or a list of them."""
         try:
             given, several = _decode_jobs(await request.read())
-        except (msgspec.DecodeError, UnicodeError) as error:
+        except (msgspec.DecodeError, UnicodeError, ConfigError) as error:
             return _refused(f"expected a job: {error}", 400)
         if not 1 <= len(given) <= MOST_TOGETHER:
             return _refused(f"{len(given)} jobs: expected 1 to {MOST_TOGETHER}", 400)

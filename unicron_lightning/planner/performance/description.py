@@ -346,3 +346,54 @@ MEGATRON_CORE = Recipe(efficiency=FITTED)
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {"megatron-2021": MEGATRON_2021, "megatron-2022": MEGATRON_2022, "megatron-core": MEGATRON_CORE}
 )
+
+
+# Part of a step's time that each doubling of the number of nodes adds: stragglers, contention in the network, and what
+# else the formulas leave out. Mean of published / predicted - 1 per doubling over free search on the MegaScale runs on
+# A100 and NVIDIA's bf16 runs of 175B on H100 (0.026 and 0.006; tests/planner/performance/published.py).
+SCALING_LOSS = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerProfile(ModelShape):
+    """A transformer without measurements, as users describe it in files of ``unicron plan`` and ``unicron submit``.
+
+    Raises:
+        ValueError: a value is out of range, or a name is unknown.
+    """
+
+    global_batch_size: int
+    """Samples per optimizer step."""
+    micro_batch_size: int | None = None
+    """Samples in a micro-batch, a divisor of the global batch; default: the fastest one."""
+    accelerator: str | None = None
+    """A800, A100, H100 or H200; default in a plan file: that of its cluster."""
+    accelerators_per_node: int | None = None
+    """Accelerators of a node, which TP never leaves; default: 8, in a plan file that of its cluster."""
+    recipe: str = "megatron-core"
+    """Training method: megatron-core, megatron-2022 or megatron-2021."""
+    may_idle: bool = True
+    """Whether the task may leave some of its workers idle."""
+    uneven_shares: bool = False
+    """Whether DP need not divide the global batch: replicas then get shares that differ by a micro-batch, as the
+    strategies give them. More sizes are useful, and a lost replica does not change TP x PP.
+    """
+    scaling_loss: float = SCALING_LOSS
+    """Part of a step's time that each doubling of the number of nodes adds to the formulas."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, "global_batch_size", "micro_batch_size", "accelerators_per_node", least=1)
+        check_numbers(self, "scaling_loss", least=0)
+        if self.global_batch_size % (self.micro_batch_size or 1):
+            given = f"micro_batch_size={self.micro_batch_size}"
+            raise ValueError(f"{given}: expected a divisor of global_batch_size={self.global_batch_size}")
+        if self.accelerator is not None and self.accelerator not in PRESETS:
+            raise ValueError(f"accelerator={self.accelerator!r}: expected one of {', '.join(sorted(PRESETS))}")
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe={self.recipe!r}: expected one of {', '.join(sorted(RECIPES))}")
+
+    @property
+    def flops_per_step(self) -> int:
+        """The model's FLOPs of one optimizer step."""
+        return self.step_flops(self.global_batch_size)

@@ -70,7 +70,17 @@ from numpy.typing import NDArray
 
 from unicron_lightning.errors import check_numbers
 from unicron_lightning.planner.arrays import FloatArray, IntArray
-from unicron_lightning.planner.performance.description import MEGATRON_CORE, Hardware, ModelShape, Recipe, Recompute
+from unicron_lightning.planner.performance.description import (
+    MEGATRON_CORE,
+    PRESETS,
+    RECIPES,
+    SCALING_LOSS,
+    Hardware,
+    ModelShape,
+    Recipe,
+    Recompute,
+    TransformerProfile,
+)
 from unicron_lightning.planner.performance.model import ParallelConfiguration, check_num_workers
 
 _BoolArray = NDArray[np.bool_]
@@ -378,6 +388,8 @@ class SearchSpace:
         micro_batch_sizes: samples in a micro-batch.
         recompute: some of ``none``, ``selective``, ``full``.
         uneven_shares: whether DP need not divide the global batch.
+        interleaves: whether a stage may have several groups of layers (v > 1).
+        most_workers: most computing workers; None: as many as the batch can use.
 
     Raises:
         ValueError: no micro-batch size is given or one is below 1, or a recomputation is unknown.
@@ -386,8 +398,11 @@ class SearchSpace:
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
     recompute: tuple[str, ...] = RECOMPUTE
     uneven_shares: bool = False
+    interleaves: bool = True
+    most_workers: int | None = None
 
     def __post_init__(self) -> None:
+        check_numbers(self, "most_workers", least=1)
         if not self.micro_batch_sizes or min(self.micro_batch_sizes) < 1:
             raise ValueError(f"micro_batch_sizes={self.micro_batch_sizes!r}: expected whole numbers of at least 1")
         if not self.recompute or any(choice not in RECOMPUTE for choice in self.recompute):
@@ -455,8 +470,10 @@ def _candidates(
     choices = [choice for choice in RECOMPUTE if choice in space.recompute and choice != skipped]
     recompute = np.array([RECOMPUTE.index(choice) for choice in choices], dtype=np.int64)
     tensor = np.array(_tensor_degrees(shape, cluster), dtype=np.int64)
-    for p in _divisors(shape.num_layers):
-        interleave = np.array([v for v in _divisors(shape.num_layers // p) if p > 1 or v == 1], dtype=np.int64)
+    most = space.most_workers or np.iinfo(np.int64).max
+    for p in (degree for degree in _divisors(shape.num_layers) if degree <= most):
+        groups = _divisors(shape.num_layers // p) if p > 1 and space.interleaves else [1]
+        interleave = np.array(groups, dtype=np.int64)
         grid = np.meshgrid(tensor, interleave, recompute, np.arange(len(batches)), indexing="ij")
         t, v, again, batch = (axis.ravel() for axis in grid)
         b, d, m = batches[batch].T
@@ -468,7 +485,7 @@ def _candidates(
             num_micro_batches=m,
             interleave=v,
             recompute=again,
-        ).at((v == 1) | (m % p == 0))
+        ).at(((v == 1) | (m % p == 0)) & (t * p * d <= most))
 
 
 def _tensor_degrees(shape: ModelShape, cluster: Hardware) -> list[int]:
@@ -486,7 +503,8 @@ def _batches(space: SearchSpace, global_batch_size: int) -> Iterator[tuple[int, 
         if global_batch_size % b:
             continue
         micro_batches = global_batch_size // b
-        copies = range(1, micro_batches + 1) if space.uneven_shares else _divisors(micro_batches)
+        most = min(micro_batches, space.most_workers or micro_batches)
+        copies = range(1, most + 1) if space.uneven_shares else [d for d in _divisors(micro_batches) if d <= most]
         # More copies with equally many micro-batches each are no faster, but divide the optimizer's state further.
         yield from ((b, d, -(-micro_batches // d)) for d in copies)
 
@@ -500,11 +518,6 @@ def _divisors(number: int) -> list[int]:
 # up (benchmarks/planner_model.py prints them). With the published configurations it is 0.07: most of the error is the
 # choice of a better configuration than was run, and software that is older than the recipe.
 RELATIVE_ERROR = 0.27
-
-# Part of a step's time that each doubling of the number of nodes adds: stragglers, contention in the network, and what
-# else the formulas leave out. Mean of published / predicted - 1 per doubling over free search on the MegaScale runs on
-# A100 and NVIDIA's bf16 runs of 175B on H100 (0.026 and 0.006; tests/planner/performance/published.py).
-SCALING_LOSS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -540,6 +553,41 @@ class TransformerModel:
         check_numbers(self, "scaling_loss", least=0)
         for precision in (self.recipe.precision, self.recipe.attention_precision):
             self.cluster.peak(precision)
+
+    @classmethod
+    def of(
+        cls,
+        profile: TransformerProfile,
+        *,
+        accelerator: str = "",
+        accelerators_per_node: int = 8,
+        interleaves: bool = True,
+        most_workers: int | None = None,
+    ) -> TransformerModel:
+        """Make the model of a user's profile.
+
+        Args:
+            profile: the description.
+            accelerator: a key of `PRESETS`, unless the profile names one.
+            accelerators_per_node: g, unless the profile states it.
+            interleaves: as in `SearchSpace`.
+            most_workers: as in `SearchSpace`.
+        """
+        hardware = PRESETS[profile.accelerator or accelerator]
+        space = SearchSpace(uneven_shares=profile.uneven_shares, interleaves=interleaves, most_workers=most_workers)
+        if profile.micro_batch_size is not None:
+            space = dataclasses.replace(space, micro_batch_sizes=(profile.micro_batch_size,))
+        return cls(
+            shape=ModelShape(**{each.name: getattr(profile, each.name) for each in fields(ModelShape)}),
+            cluster=dataclasses.replace(
+                hardware, accelerators_per_node=profile.accelerators_per_node or accelerators_per_node
+            ),
+            global_batch_size=profile.global_batch_size,
+            recipe=RECIPES[profile.recipe],
+            space=space,
+            may_idle=profile.may_idle,
+            scaling_loss=profile.scaling_loss,
+        )
 
     @property
     def step_flops(self) -> int:
