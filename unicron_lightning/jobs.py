@@ -33,6 +33,8 @@ _MOST_AFTER: Final = 1000
 _MOST_SIZE: Final = 10**8
 """Limit of every size in a job's ``transformer``."""
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+AUTO: Final = "auto"
+"""In a file: the plan chooses the layouts (`Job.auto_layouts`)."""
 FROM_FILE: Final = "file:"
 """Beginning of a secret's source: a file of the node."""
 FROM_VARIABLE: Final = "env:"
@@ -72,7 +74,8 @@ class JobFields(JobShare):
     flops_per_step: float | None = None
     profile: dict[int, float] = field(default_factory=dict)
     transformer: dict[str, Any] = field(default_factory=dict)
-    layouts: dict[int, list[int]] = field(default_factory=dict)
+    layouts: Any = field(default_factory=dict)
+    """`AUTO`, or as in `Job`."""
 
     def job(self, name: str) -> Job:
         """Return the definition under this name.
@@ -81,7 +84,8 @@ class JobFields(JobShare):
             ConfigError: it is wrong.
         """
         given = {each.name: getattr(self, each.name) for each in fields(JobFields)}
-        job = Job(name=name, **{**given, "transformer": read_transformer(self.transformer)})
+        given |= {"transformer": read_transformer(self.transformer), "auto_layouts": self.layouts == AUTO}
+        job = Job(name=name, **{**given, "layouts": {} if self.layouts == AUTO else _read_layouts(self.layouts)})
         wrong = problem(job)
         if wrong is not None:
             raise ConfigError(wrong)
@@ -134,6 +138,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Layout from a number of slots on: TP and PP, or the number of shards alone. The coordinator orders it when the
     task has made a step with that many slots, and the plan counts the time of the change.
     """
+    auto_layouts: bool = False
+    """Whether the plan chooses TP and PP for each number of slots, as the fastest ones of the analytic model."""
     submitted_at: float = 0.0
     """time.time() of its submission, set by the coordinator: orders the queue, and distinguishes jobs of the
     same name.
@@ -146,6 +152,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             return None
         tensor, *pipeline = self.layouts[max(named)]
         return Layout(tensor=tensor, pipeline=pipeline[0] if pipeline else 1, sharded=not pipeline)
+
+
+def _read_layouts(given: object) -> dict[int, list[int]]:
+    try:
+        return msgspec.convert(given, dict[int, list[int]], strict=False)
+    except msgspec.ValidationError:
+        expected = f"{AUTO}, or [TP, PP] or [shards] by numbers of slots >= 1"
+        raise ConfigError(f"layouts={shortened(given)}: expected {expected}") from None
 
 
 def read_transformer(given: dict[str, Any] | None) -> TransformerProfile | None:
@@ -202,6 +216,8 @@ def _problem_of_numbers(job: Job) -> str | None:
         for name, size in vars(shape).items():
             if isinstance(size, int) and size > _MOST_SIZE:
                 return f"transformer.{name}={shortened(size)}: expected a number <= {_MOST_SIZE}"
+    if job.auto_layouts and job.layouts:
+        return f"layouts={shortened(job.layouts)} with auto_layouts=true: expected only one of them"
     for slots, sizes in job.layouts.items():
         if not 1 <= slots <= MOST_NODES or len(sizes) not in (1, 2) or not all(1 <= n <= MOST_NODES for n in sizes):
             return f"layouts={shortened(job.layouts)}: expected [TP, PP] or [shards] by numbers of slots >= 1"

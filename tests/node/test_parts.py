@@ -369,6 +369,16 @@ transformer: {num_layers: 2, hidden_size: 8, num_heads: 2, sequence_length: 8, v
 """
 
 
+def test_layouts_are_given_or_left_to_the_plan(tmp_path: Path) -> None:
+    file = tmp_path / "j.yaml"
+    file.write_text("command: [x]\n")
+    for override, layouts, auto in (("layouts=auto", {}, True), ("layouts={2: [1, 2]}", {2: [1, 2]}, False)):
+        job = read_job(file, [override])
+        assert (job.layouts, job.auto_layouts) == (layouts, auto)
+    both = msgspec.structs.replace(job, auto_layouts=True)
+    assert problem(both) == "layouts={2: [1, 2]} with auto_layouts=true: expected only one of them"
+
+
 def test_a_job_file_has_the_transformer_of_a_plan_file(tmp_path: Path) -> None:
     file = tmp_path / "j.yaml"
     file.write_text(f"command: [x]\n{SHAPE}")
@@ -396,6 +406,7 @@ def test_a_job_file_has_the_transformer_of_a_plan_file(tmp_path: Path) -> None:
         ),
         (f"command: [x]\n{SHAPE}", "transformer.num_heads=3", "transformer: num_heads=3: expected a divisor of hidden"),
         (f"command: [x]\n{SHAPE}", "transformer.accelerator=B3", "transformer: accelerator='B3': expected one of A100"),
+        ("command: [x]\nlayouts: best\n", "weight=1", "layouts='best': expected auto, or [TP, PP] or [shards]"),
         (f"command: [x]\n{SHAPE}", "weight=1", "transformer.accelerator is missing: expected one of A100"),
     ],
 )

@@ -242,6 +242,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
         waf: F of the allocation [FLOP/s, weighted].
         milliseconds: duration of the computation.
         foreseen: whether the answer was computed before the question.
+        layouts: the layout with these places of each task whose job leaves it to the plan, if the planner knows one.
     """
 
     key: str
@@ -249,6 +250,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     waf: float = 0.0
     milliseconds: float = 0.0
     foreseen: bool = False
+    layouts: dict[str, wire.Layout] = {}
 
 
 class TimerFired(msgspec.Struct, frozen=True, kw_only=True):

@@ -503,6 +503,8 @@ class Lasting(msgspec.Struct, kw_only=True):
     """The plan in force: the task of each place, "" for none."""
     allocation: dict[str, int] = {}
     """The plan in force: places of each task when the plan was made."""
+    layouts: dict[str, wire.Layout] = {}
+    """The plan in force: layout of each task whose job leaves it to the plan."""
     planned: str = ""
     """Key of the situation that the plan in force was made for."""
     lifetimes: Lifetimes = msgspec.field(default_factory=Lifetimes)

@@ -6,14 +6,21 @@ from typing import Any
 
 import msgspec
 import pytest
-from coordinator.driver import FakeAgent, World, members, settle
+from coordinator.driver import FakeAgent, World, members, settle, share
 from coordinator.membership.test_replicas import agents, start
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.allocation.answers import Knowledge, allocation_of, layouts_of, state_of
+from unicron_lightning.coordinator.config import PlannerConfig
+from unicron_lightning.coordinator.events import Competitor, Question
 from unicron_lightning.coordinator.orders.relayout import refusal
 from unicron_lightning.coordinator.severity.workflow import ATTEMPT_SECONDS
+from unicron_lightning.coordinator.state import Cluster, decode_lasting, encode
 from unicron_lightning.jobs import Job
+from unicron_lightning.planner.performance.description import TransformerProfile
+from unicron_lightning.planner.solver import solve
+from unicron_lightning.terms import Terms
 
 SLICES = wire.Layout(tensor=2, pipeline=1)
 STAGES = wire.Layout(tensor=1, pipeline=2)
@@ -362,6 +369,65 @@ def test_the_layout_that_a_job_names_for_its_slots_is_ordered() -> None:
     settle_all(world, 9)
     part(world, "a", 9)
     assert {(welcome.layout, paths(welcome)[0]) for welcome in again(world, "ab")} == {(STAGES, "/ckpt/9")}
+
+
+class Planned(World):
+    """A world whose planner chooses layouts."""
+
+    layouts: dict[str, wire.Layout]
+
+    def answer(self) -> None:
+        while self.questions:
+            question = self.questions.pop()
+            self.do(ev.Planned(key=question.key, allocation=share(question), layouts=self.layouts))
+
+
+def test_a_job_that_leaves_its_layout_to_the_plan_gets_that_of_the_plan() -> None:
+    """The planner is asked also for a single task, and another layout with equal slots is ordered at once."""
+    world = Planned()
+    world.nodes, world.layouts = (2, 4), {"t": SLICES}
+    world.do(ev.Submit(jobs=(Job(name="t", command=["x"], min_nodes=2, max_nodes=4, auto_layouts=True),)))
+    started = [world.agent(name, place=f"{name}/0").start() for name in "abcd"]
+    for agent in started:
+        agent.granularity = 2
+        agent.boot()
+    for _ in started:
+        settle(world)
+    tell(world)
+    assert "layout_ordered" not in world.names(), "no step is finished yet"
+    finish_step(world, "started", 1)
+    assert world.event("layout_ordered").fields == {"tp": 2, "pp": 1, "before": {"tp": 1, "pp": 2}, "by": "plan"}
+    assert decode_lasting(encode(world.machine.lasting)).layouts == {"t": SLICES}
+    settle(world)
+    part(world, "a")
+    assert {welcome.layout for welcome in again(world)} == {SLICES}
+
+
+def test_the_planner_names_the_layouts_of_the_analytic_model() -> None:
+    cluster = Cluster()
+    shape = TransformerProfile(
+        num_layers=12,
+        hidden_size=8192,
+        num_heads=64,
+        sequence_length=2048,
+        vocabulary_size=51200,
+        global_batch_size=8,
+        accelerator="A100",
+    )
+    auto = Job(name="auto", command=["x"], max_nodes=8, transformer=shape, auto_layouts=True)
+    cluster.lasting.jobs = {"auto": auto, "given": msgspec.structs.replace(auto, name="given", auto_layouts=False)}
+    tasks = tuple(
+        Competitor(name=name, terms=Terms(max_workers=4), runs=True, before=4, left=4) for name in ("auto", "given")
+    )
+    question = Question(key="k", num_places=8, node_places=1, tasks=tasks)
+    known = Knowledge.of(cluster, PlannerConfig())
+    plan = solve(state_of(question, known))
+    best = known.performances["auto"].configuration(4)
+    assert best is not None and best.num_workers == 4 > best.data_parallel, "one accelerator would not do"
+    assert allocation_of(question, plan) == {"auto": 4, "given": 4}
+    chosen = wire.Layout(tensor=best.tensor_parallel, pipeline=best.pipeline_parallel)
+    assert layouts_of(question, plan, known) == {"auto": chosen}
+    assert known.relayout_seconds("auto") > 0 == known.relayout_seconds("given")
 
 
 def test_a_named_layout_that_has_failed_is_not_ordered_again() -> None:

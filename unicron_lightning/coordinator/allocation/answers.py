@@ -48,6 +48,7 @@ from unicron_lightning.coordinator.events import Competitor, Question
 from unicron_lightning.coordinator.incidents.facts import Lifetimes, Speed
 from unicron_lightning.coordinator.state import Cluster, Task
 from unicron_lightning.jobs import Job
+from unicron_lightning.wire import Layout
 
 if TYPE_CHECKING:
     from unicron_lightning.coordinator.config import PlannerConfig
@@ -237,7 +238,7 @@ def transition_times(tasks: Mapping[str, Task], planner: PlannerConfig) -> Trans
 
 def _relayout_times(times: TransitionTimes, jobs: Mapping[str, Job]) -> Callable[[str], float]:
     """Return D_relayout by task: that of a cold reconfiguration for jobs with layouts, 0 for all others."""
-    laid = frozenset(name for name, job in jobs.items() if job.layouts)
+    laid = frozenset(name for name, job in jobs.items() if job.layouts or job.auto_layouts)
     return lambda name: times.of_kind(name, "reconfigure_cold").expected_seconds if name in laid else 0.0
 
 
@@ -307,6 +308,7 @@ class Knowledge:
         transition_seconds: D_transition by task.
         caution: `PlanTask.caution` of all tasks.
         relayout_seconds: D_relayout by task; 0 for tasks that keep their layout.
+        lays_out: tasks whose layout the plan chooses.
         curves: curves made before, by their inputs, if no ``performances`` change between questions; else None.
     """
 
@@ -315,6 +317,7 @@ class Knowledge:
     transition_seconds: Callable[[str], float]
     caution: float = 0.0
     relayout_seconds: Callable[[str], float] = lambda _: 0.0
+    lays_out: frozenset[str] = frozenset()
     curves: dict[object, Curve] | None = None
 
     @classmethod
@@ -329,6 +332,7 @@ class Knowledge:
             transition_seconds=transitions.expected_seconds,
             caution=planner.caution,
             relayout_seconds=_relayout_times(transitions, lasting.jobs),
+            lays_out=frozenset(name for name, job in lasting.jobs.items() if job.auto_layouts),
         )
 
 
@@ -387,6 +391,7 @@ class Planning:
             waf=plan.waf,
             milliseconds=round(1e3 * (time.perf_counter() - began), 3),
             foreseen=foreseen,
+            layouts=layouts_of(question, plan, known),
         )
 
     def _plan_ahead(self, standing: Question, known: Knowledge) -> None:
@@ -495,6 +500,17 @@ def _curve(task: Competitor, known: Knowledge, reach: int) -> Curve:
 def allocation_of(question: Question, plan: Plan) -> dict[str, int]:
     """Return the plan's number of places of each task, by the tasks' own names."""
     return {task.name: plan.allocation[task.plan_name] for task in question.tasks}
+
+
+def layouts_of(question: Question, plan: Plan, known: Knowledge) -> dict[str, Layout]:
+    """Return the plan's layouts of the tasks that leave it to the plan, by the tasks' own names."""
+    names = {task.plan_name: task.name for task in question.tasks if task.name in known.lays_out}
+    chosen = {part.name: part.configuration for part in plan.tasks} if names else {}
+    return {
+        name: Layout(tensor=layout.tensor_parallel, pipeline=layout.pipeline_parallel)
+        for plan_name, name in names.items()
+        if (layout := chosen[plan_name]) is not None
+    }
 
 
 def keep(question: Question) -> ev.Planned:

@@ -32,13 +32,15 @@ from unicron_lightning.coordinator.allocation.places import (
 from unicron_lightning.coordinator.events import Competitor, Question
 from unicron_lightning.coordinator.membership.epochs import keep_running, save_and_stop
 from unicron_lightning.coordinator.membership.slots import keep_together, worth
+from unicron_lightning.coordinator.orders import relayout
 from unicron_lightning.coordinator.state import Agent, Cluster, Task, has_multiple
 from unicron_lightning.planner.placement import assign
 from unicron_lightning.terms import Terms
+from unicron_lightning.wire import Layout
 
 
 def review_allocation(cluster: Cluster, turn: Turn) -> None:
-    """Ask for a plan if its inputs have changed; for a single task, make the plan directly."""
+    """Ask for a plan if its inputs have changed; for a single task whose layout is given, make the plan directly."""
     places, tasks = usable_places(cluster, turn.daemons), competing_tasks(cluster)
     key = plan_key(cluster, places, tasks)
     lasting = cluster.lasting
@@ -47,14 +49,14 @@ def review_allocation(cluster: Cluster, turn: Turn) -> None:
     if key == lasting.planned:
         cluster.asked = None
         if keep_together(tasks, places, lasting.assigned) != lasting.assigned:
-            _put_in_force(cluster, turn, key, places, lasting.allocation, about={})
-    elif key != cluster.asked and len(tasks) > 1:
+            _put_in_force(cluster, turn, key, places, lasting.allocation, lasting.layouts, about={})
+    elif key != cluster.asked and (len(tasks) > 1 or _leaves_layout(cluster, tasks)):
         cluster.asked = key
         _keep_standing(cluster, turn, places)
         turn.actions.append(ev.RequestPlan(question=_question(cluster, key, places, tasks)))
     elif key != cluster.asked:
         wanted = {task.id: _alone(task, len(places)) for task in tasks}
-        _put_in_force(cluster, turn, key, places, wanted, about={})
+        _put_in_force(cluster, turn, key, places, wanted, layouts={}, about={})
 
 
 def standing(cluster: Cluster) -> Question | None:
@@ -95,12 +97,18 @@ def take_plan(cluster: Cluster, turn: Turn, event: ev.Planned) -> None:
     places, tasks = usable_places(cluster, turn.daemons), competing_tasks(cluster)
     if event.key == cluster.asked == plan_key(cluster, places, tasks):
         about = {"waf": event.waf, "milliseconds": event.milliseconds, "foreseen": event.foreseen}
-        _put_in_force(cluster, turn, event.key, places, event.allocation, about)
+        _put_in_force(cluster, turn, event.key, places, event.allocation, event.layouts, about)
         turn.places_changed = True
 
 
 def _put_in_force(
-    cluster: Cluster, turn: Turn, key: str, places: Places, wanted: Mapping[str, int], about: Mapping[str, Any]
+    cluster: Cluster,
+    turn: Turn,
+    key: str,
+    places: Places,
+    wanted: Mapping[str, int],
+    layouts: Mapping[str, Layout],
+    about: Mapping[str, Any],
 ) -> None:
     lasting = cluster.lasting
     before = dict(lasting.assigned)
@@ -108,7 +116,7 @@ def _put_in_force(
     worths = [worth(cluster.tasks[task], before) for task in wanted if task in cluster.tasks]
     after = {**nobody, **assign(places, wanted, before, {k: v for each in worths for k, v in each.items()})}
     lasting.assigned = keep_together(competing_tasks(cluster), places, after)
-    lasting.planned = key
+    lasting.planned, lasting.layouts = key, dict(layouts)
     cluster.asked = None
     counts = Counter(lasting.assigned.values())
     was, lasting.allocation = lasting.allocation, {task: counts[task] for task in sorted(wanted)}
@@ -119,8 +127,21 @@ def _put_in_force(
     for task in competing_tasks(cluster):
         if counts[task.id]:
             keep_running(task, turn)
+            if task.id in layouts and _has_stepped(task):
+                relayout.follow_plan(task, turn)
         elif task.formed and not (task.finishing or task.pausing):
             save_and_stop(task, turn, "plan")
+
+
+def _leaves_layout(cluster: Cluster, tasks: list[Task]) -> bool:
+    """Whether a task's job leaves the layout to the plan."""
+    return any((job := cluster.lasting.jobs.get(task.id)) is not None and job.auto_layouts for task in tasks)
+
+
+def _has_stepped(task: Task) -> bool:
+    """Whether a step with all present slots is known."""
+    pace = task.measured.pace
+    return bool(pace.worker) and not pace.stands and pace.level.slots == len(task.slots)
 
 
 def _keep_standing(cluster: Cluster, turn: Turn, places: Places) -> None:

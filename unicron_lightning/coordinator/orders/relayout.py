@@ -1,5 +1,5 @@
 """The change of TP and PP, or of the number of shards, of a running task: a cold transition, by an operator's order, or
-because a job names a layout for the number of slots that the plan has given it.
+because a job names a layout for the number of slots that the plan has given it, or leaves the layout to the plan.
 
 1. The order is recorded, if the model and the workers allow the layout.
 2. An epoch of kind ``relayout`` with the same members is published: they finish the step, switch, write a checkpoint,
@@ -40,12 +40,15 @@ def refusal(task: Task, layout: wire.Layout) -> str | None:
 
 
 def follow_plan(task: Task, turn: Turn) -> None:
-    """Order the layout that the job names for the task's slots, if it has made a step with all that the plan gives."""
+    """Order the layout that the job names for the task's slots, or that the plan has chosen for them.
+
+    The caller has seen a step with these slots; they must be all that the plan gives.
+    """
     job = turn.lasting.jobs.get(task.id)
     slots = len(task.slots)
     if job is None or turn.lasting.allocation.get(task.id, slots) != slots:
         return
-    wanted = job.layout(slots)
+    wanted = turn.lasting.layouts.get(task.id) if job.auto_layouts else job.layout(slots)
     if wanted is not None and wanted not in task.layouts.failed and refusal(task, wanted) is None:
         order(task, turn, wanted, by="plan")
 
