@@ -152,6 +152,7 @@ CLUSTER: Final = {
     "unicron incidents": Run(),
     "unicron incidents --id i3": Run(status=2, says="no incident 'i3'"),
     "unicron resize TASK 4": Run(),
+    "unicron calibrate": Run(says="gpt.csv: for `profile` of a job file"),
     "unicron relayout TASK --tp": Run(status=2, says="a strategy without layouts"),
     "unicron relayout TASK --shards": Run(status=2, says="a strategy without layouts"),
     "unicron inject": Run(replace=(("after=1m", "after=1s"), ("for=3s", "for=0.1s"))),

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from unicron_lightning.cli.calibrate import written
 from unicron_lightning.cli.certs import write_certificates
 from unicron_lightning.cli.inspection import Speeds
 from unicron_lightning.cli.job_file import array_of, read_job
@@ -42,6 +43,7 @@ from unicron_lightning.node.process import (
     torchrun_environment,
 )
 from unicron_lightning.node.reconcile import GIVEN_UP_SECONDS, KILLED_SECONDS, AgentKey, AgentState, DueSteps, steps
+from unicron_lightning.planner.performance.model import points_from_csv
 from unicron_lightning.tls import AccessOptions
 from unicron_lightning.wire.daemon import Launch, NodeRun
 
@@ -367,6 +369,25 @@ SHAPE = """\
 transformer: {num_layers: 2, hidden_size: 8, num_heads: 2, sequence_length: 8, vocabulary_size: 64,
               global_batch_size: 4}
 """
+
+
+def test_a_profile_may_be_a_table_of_a_calibration(tmp_path: Path) -> None:
+    rows = [{"workers": n, "step_seconds": 2.0 / n, "relative_error": 0.01} for n in (2, 4)]
+    file, table = tmp_path / "j.yaml", tmp_path / "j.csv"
+    file.write_text("command: [x]\nprofile: j.csv\nworkers_per_node: 2\nflops_per_step: 1.0e+9\n")
+    for flops in (None, 1e9):
+        table.write_text(written(rows, flops))
+        assert read_job(file, []).profile == {1: 1e9, 2: 2e9}
+        assert points_from_csv(table.read_text(), flops_per_step=1e9)[1].relative_error == 0.01
+    for override, words in (
+        ("workers_per_node=3", "workers=2: expected multiples of workers_per_node=3"),
+        ("profile=no.csv", "profile=.*no.csv: .*No such file"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read_job(file, [override])
+    table.write_text(written(rows, None))
+    with pytest.raises(ConfigError, match=r"profile=.*j\.csv: table row 1: .*flops_per_step"):
+        read_job(file, ["flops_per_step=null"])
 
 
 def test_layouts_are_given_or_left_to_the_plan(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unicron_lightning.cli import certs, inspection, node, orders, report, run
+from unicron_lightning.cli import calibrate, certs, inspection, node, orders, report, run
 from unicron_lightning.cli.output import visible
 from unicron_lightning.cli.plan.command import add_parser as add_plan_parser
 from unicron_lightning.errors import UnicronError
@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_parsers(commands)
     inspection.add_top(commands)
     orders.add_parsers(commands)
+    calibrate.add_parser(commands)
     orders.add_jobs(commands)
     node.add_parsers(commands)
     certs.add_parsers(commands)

@@ -120,6 +120,8 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
     if task["progress"] is not None:
         title += f"  step {task['progress']['step']}"
     caption = f"incidents {task['incidents']}, restarts {task['restarts']}"
+    if doing := (task.get("calibration") or {}).get("doing"):
+        caption += f", {doing}"
     if (layout := task.get("layout")) is not None:
         caption += f", {_layout(layout)}"
     if (ordered := task.get("layout_ordered")) is not None:

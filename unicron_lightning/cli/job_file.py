@@ -11,7 +11,7 @@ import msgspec
 
 from unicron_lightning import environ
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.jobs import FROM_FILE, MOST_TOGETHER, Job, JobFields, problem
+from unicron_lightning.jobs import FROM_FILE, MOST_TOGETHER, Job, JobFields, problem, read_transformer
 from unicron_lightning.sections import read_section, read_yaml
 
 INDEX: Final = "{index}"
@@ -47,7 +47,11 @@ def read_job(path: Path, overrides: list[str]) -> Job:
     if isinstance(environment := data.get("environment"), dict):
         data["environment"] = {key: _text(value) for key, value in environment.items()}
     try:
+        if isinstance(table := data.get("profile"), str):
+            data["profile"] = {}
         given = read_section(JobFile, data, "")
+        if isinstance(table, str):
+            given.profile = _profile(path.parent / table, given)
         if "folder" not in data:
             given.folder = str(Path.cwd())
         elif given.folder is not None:
@@ -61,6 +65,24 @@ def read_job(path: Path, overrides: list[str]) -> Job:
         return given.job(given.name or path.stem)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _profile(path: Path, given: JobFields) -> dict[int, float]:
+    """Read achieved FLOP/s by number of slots from a table, as ``unicron calibrate`` writes it."""
+    from unicron_lightning.planner.performance.model import points_from_csv
+
+    flops, transformer = given.flops_per_step, read_transformer(given.transformer)
+    if flops is None and transformer is not None:
+        flops = float(transformer.flops_per_step)
+    try:
+        points = points_from_csv(path.read_text(encoding="utf-8"), flops_per_step=flops)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"profile={path}: {error}") from error
+    for point in points:
+        if point.num_workers % given.workers_per_node:
+            whole = f"expected multiples of workers_per_node={given.workers_per_node}"
+            raise ConfigError(f"profile={path}: workers={point.num_workers}: {whole}")
+    return {point.num_workers // given.workers_per_node: point.flops_per_second for point in points}
 
 
 def array_of(job: Job, indices: str) -> list[Job]:

@@ -205,6 +205,18 @@ class Resize(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int | None
 
 
+class Calibrate(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator wants a task's speed measured at these numbers of nodes; none: stop measuring.
+
+    `calibration.refusal` has accepted it. Each size makes some steps, and is given up after some seconds.
+    """
+
+    task: str
+    sizes: tuple[int, ...] = ()
+    steps: int = 0
+    seconds: float = 0.0
+
+
 class Relayout(msgspec.Struct, frozen=True, kw_only=True):
     """An operator wants a task's model spread in this layout; `relayout.refusal` has accepted it."""
 
@@ -274,6 +286,7 @@ Input = Union[
     AgentsEnded,
     Drain,
     Resize,
+    Calibrate,
     Relayout,
     Submit,
     Cancel,

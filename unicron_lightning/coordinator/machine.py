@@ -28,7 +28,7 @@ from unicron_lightning.coordinator.config import CoordinatorConfig
 from unicron_lightning.coordinator.incidents import accounting
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.membership import daemons, epochs, registration, workers
-from unicron_lightning.coordinator.orders import injection, jobs, relayout
+from unicron_lightning.coordinator.orders import calibration, injection, jobs, relayout
 from unicron_lightning.coordinator.orders.jobs import refusal, result_of
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
@@ -289,6 +289,8 @@ class Machine:
                 self._drain(turn, event)
             case ev.Resize():
                 self._resize(turn, event)
+            case ev.Calibrate():
+                calibration.order(self._cluster.tasks[event.task], turn, event)
             case ev.Relayout():
                 relayout.order(self._cluster.tasks[event.task], turn, event.layout)
             case ev.Submit():
@@ -451,6 +453,7 @@ class Machine:
     def _resize(self, turn: Turn, event: ev.Resize) -> None:
         task = self._cluster.tasks[event.task]
         assert event.nodes is None or task.min_nodes <= event.nodes <= task.max_nodes
+        calibration.stop(task, turn, "resized by order")
         task.target = event.nodes
         turn.places_changed = True
         turn.emit_apart(task, "task_resized", nodes=event.nodes)

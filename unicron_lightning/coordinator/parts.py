@@ -19,7 +19,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.actions import Part, Turn
 from unicron_lightning.coordinator.incidents import accounting
 from unicron_lightning.coordinator.membership import epochs, memory, registration, slots, workers
-from unicron_lightning.coordinator.orders import jobs
+from unicron_lightning.coordinator.orders import calibration, jobs
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.state import Agent, Task
 
@@ -39,6 +39,7 @@ PARTS: Final[tuple[Part, ...]] = (
     severity.REPORTS,
     hangs.PART,
     jobs.PART,
+    calibration.PART,
     accounting.PART,
 )
 

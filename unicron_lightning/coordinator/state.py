@@ -39,6 +39,38 @@ class LayoutRecord(msgspec.Struct, kw_only=True):
     """Layouts that were given up before a step was finished in them: the plan does not order them again."""
 
 
+class Calibration(msgspec.Struct, kw_only=True):
+    """Measurement of a task's speed at chosen sizes, by an operator's order."""
+
+    sizes: list[int]
+    """Numbers of nodes, in the order of their measurement; once it has ended, those that it came to."""
+    steps: int
+    """Steps that each size has to make."""
+    seconds: float
+    """Time limit of a size."""
+    before: int | None
+    """`Task.target` before, which is in force again at the end."""
+    begun: float
+    """time.time() of the order."""
+    since: float
+    """time.time() at which the present size was ordered."""
+    place: int = 0
+    """Index of the present size."""
+    epoch: int = 0
+    """Epoch in which steps of the present size count; 0 before it has any."""
+    first: int = 0
+    """Step after which steps count."""
+    skipped: dict[int, str] = {}
+    """Sizes that were not measured, with the reasons."""
+    ended: str = ""
+    """Why it has ended before all sizes were measured or skipped; "" if it has not."""
+
+    @property
+    def size(self) -> int | None:
+        """Size that is measured now; None if the calibration has ended."""
+        return self.sizes[self.place] if self.place < len(self.sizes) else None
+
+
 class MemoryRecord(msgspec.Struct, kw_only=True):
     """States of one task in its agents' memory; the copies themselves are in `Agent.copies`."""
 
@@ -241,6 +273,8 @@ class Task(msgspec.Struct, kw_only=True):
     """w(t), the weight of the task's FLOPs relative to other tasks."""
     target: int | None = None
     """Number of nodes ordered by an operator; None: all available ones, up to ``max_nodes``."""
+    calibration: Calibration | None = None
+    """The newest calibration, which may have ended."""
     replica_nodes: int = 0
     """Nodes occupied by one replica of the model, or by several replicas together; 0 if workers report no replicas."""
     agents: dict[str, Agent] = {}

@@ -32,7 +32,7 @@ from unicron_lightning.coordinator.allocation.places import (
 from unicron_lightning.coordinator.events import Competitor, Question
 from unicron_lightning.coordinator.membership.epochs import keep_running, save_and_stop
 from unicron_lightning.coordinator.membership.slots import keep_together, worth
-from unicron_lightning.coordinator.orders import relayout
+from unicron_lightning.coordinator.orders import calibration, relayout
 from unicron_lightning.coordinator.state import Agent, Cluster, Task, has_multiple
 from unicron_lightning.planner.placement import assign
 from unicron_lightning.terms import Terms
@@ -42,6 +42,7 @@ from unicron_lightning.wire import Layout
 def review_allocation(cluster: Cluster, turn: Turn) -> None:
     """Ask for a plan if its inputs have changed; for a single task whose layout is given, make the plan directly."""
     places, tasks = usable_places(cluster, turn.daemons), competing_tasks(cluster)
+    calibration.check(cluster, turn, places, tasks)
     key = plan_key(cluster, places, tasks)
     lasting = cluster.lasting
     if any(task.rebuilding for task in tasks):
@@ -202,16 +203,18 @@ def _runs(task: Task) -> bool:
 def terms_of(cluster: Cluster, task: Task) -> Terms:
     """Return a task's terms in slots: its job's, with all that agents, workers and operators have changed since.
 
-    The plan may pause the task while it trains if its job allows it and its workers can save first.
+    The plan may pause the task while it trains if its job allows it and its workers can save first. A size that a
+    calibration measures is its minimum and its maximum.
     """
     job = cluster.lasting.jobs.get(task.id)
+    measures = task.calibration is not None and task.calibration.size is not None
     return Terms.of(
         Terms() if job is None else job,
         weight=task.weight,
-        min_workers=task.min_nodes,
+        min_workers=task.limit if measures else task.min_nodes,
         max_workers=task.limit,
         granularity=task.granularity,
-        may_pause=job is not None and job.may_pause and task.elastic,
+        may_pause=job is not None and job.may_pause and task.elastic and not measures,
     )
 
 

@@ -22,6 +22,7 @@ from unicron_lightning.coordinator.access import CODE_SECONDS, LOGIN, PAGES, SES
 from unicron_lightning.coordinator.api.status import agent_standing, node_standings, state_of_task, staying, why_waiting
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.metrics import usual_seconds, waf_of
+from unicron_lightning.coordinator.orders import calibration
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _task(cluster: Cluster, task: Task, goodput: float | None) -> dict[str, Any]
     return {
         "state": state_of_task(task, cluster.lasting.assigned.values()),
         "over": task.over,
-        "why": why_waiting(cluster, task),
+        "why": why_waiting(cluster, task) or calibration.shown(task) or None,
         "life": task.life,
         "epoch": task.number,
         "kind": task.epoch.kind if task.epoch else None,

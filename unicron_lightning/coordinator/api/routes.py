@@ -22,6 +22,7 @@ from aiohttp import web
 from unicron_lightning import __version__, wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.access import Guard
+from unicron_lightning.coordinator.allocation.answers import flops_per_step
 from unicron_lightning.coordinator.api.status import cluster_status, staying, task_status, why_waiting
 from unicron_lightning.coordinator.incidents import accounting
 from unicron_lightning.coordinator.incidents.facts import IncidentClosed
@@ -29,7 +30,7 @@ from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.membership import slots
 from unicron_lightning.coordinator.membership.memory import known, least_copies
 from unicron_lightning.coordinator.metrics import Meters, encoded, families
-from unicron_lightning.coordinator.orders import injection, jobs, relayout
+from unicron_lightning.coordinator.orders import calibration, injection, jobs, relayout
 from unicron_lightning.coordinator.state import Cluster, Task
 from unicron_lightning.coordinator.storage import PAGE_BYTES, LoggedEvent
 from unicron_lightning.errors import ConfigError
@@ -189,6 +190,7 @@ class Api:
         app.router.add_get("/v1/incidents", self._get_incidents)
         app.router.add_get("/v1/tasks/{task}/checkpoints", self._get_checkpoints)
         app.router.add_post("/v1/tasks/{task}/resize", self._post_resize)
+        app.router.add_post("/v1/tasks/{task}/calibrate", self._post_calibrate)
         app.router.add_post("/v1/tasks/{task}/relayout", self._post_relayout)
         app.router.add_post("/v1/tasks/{task}/cancel", self._post_cancel)
         app.router.add_post("/v1/tasks/{task}/inject", self._post_inject)
@@ -205,7 +207,11 @@ class Api:
         shell, machine = self._shell, self._shell.machine
         assigned = set(machine.cluster.lasting.assigned.values())
         tasks = {
-            task.id: {**task_status(task, assigned), "goodput": shell.goodput(task.id)}
+            task.id: {
+                **task_status(task, assigned),
+                "goodput": shell.goodput(task.id),
+                "flops_per_step": flops_per_step(task, machine.lasting.jobs.get(task.id)),
+            }
             for task in machine.tasks.values()
         }
         coordinator = {**shell.about(), "started_at": shell.started_at, "store_error": shell.store_error}
@@ -242,6 +248,34 @@ class Api:
         if nodes is not None and (refused := slots.refusal(task, nodes)) is not None:
             return _refused(refused, 404)
         return self._ordered(ev.Resize(task=task.id, nodes=nodes), lambda: {"task": task.id, "nodes": nodes})
+
+    async def _post_calibrate(self, request: web.Request) -> web.Response:
+        """``?sizes=1,2&steps=N&seconds=S``: measure the task's speed at these sizes, without ``sizes`` at some;
+        ``?stop=1``: no longer.
+        """
+        task, cluster = self._task(request), self._shell.machine.cluster
+
+        def answer() -> Any:
+            return calibration.plain(task)
+
+        if "stop" in request.query:
+            return self._ordered(ev.Calibrate(task=task.id), answer)
+        words = {key: request.query.get(key, str(default)) for key, default in (("steps", 20), ("seconds", 300))}
+        numbers = {key: _number(word) for key, word in words.items()}
+        for key, number in numbers.items():
+            if not number:
+                return _refused(f"{key}={_plain(words[key])}: expected a whole number, 1 or more", 400)
+        given = request.query.get("sizes", "")
+        sizes = [_number(word.strip()) for word in given.split(",")] if given else calibration.sizes_of(cluster, task)
+        if None in sizes:
+            return _refused(f"sizes={shortened(given)}: expected numbers of nodes, such as 1,2,4", 400)
+        chosen = tuple(size for size in sizes if size is not None)
+        if (refused := calibration.refusal(cluster, task, chosen)) is not None:
+            return _refused(refused, 409)
+        return self._ordered(
+            ev.Calibrate(task=task.id, sizes=chosen, steps=numbers["steps"] or 0, seconds=numbers["seconds"] or 0),
+            answer,
+        )
 
     async def _post_relayout(self, request: web.Request) -> web.Response:
         """``?tp=T&pp=P``: spread the model over T x P workers, from a checkpoint written after the current step;

@@ -15,6 +15,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator.allocation.places import is_assigned, occupants, usable_places
 from unicron_lightning.coordinator.machine import drained
 from unicron_lightning.coordinator.membership.slots import fewest
+from unicron_lightning.coordinator.orders import calibration
 from unicron_lightning.coordinator.severity.apply import LAST_HOLD_SECONDS
 from unicron_lightning.coordinator.state import Agent, Cluster, Node, Task, Worker
 from unicron_lightning.wire.fields import counted
@@ -191,6 +192,7 @@ def task_status(task: Task, assigned: Collection[str] = ()) -> dict[str, Any]:
         "min_nodes": task.min_nodes,
         "max_nodes": task.max_nodes,
         "target": task.target,
+        "calibration": calibration.plain(task),
         "layout": _layout(task.layouts.spread.layout if task.layouts.spread else task.layouts.in_force),
         "layout_ordered": _layout(task.layouts.ordered),
         "created_at": task.created_at,

@@ -179,11 +179,21 @@ def _conclude(task: Task, turn: Turn, pace: SpeedMeasurement) -> None:
     number, known = len(pace.seconds), task.measured.speeds.get(pace.level.slots)
     if known is not None and known.workers != pace.level.workers:
         known = None
-    if number < _LEAST or (known is not None and number < min(_FIRM, known.intervals)):
+    if not is_enough(pace) or (known is not None and number < min(_FIRM, known.intervals)):
         return
-    median = statistics.median(pace.seconds)
-    if known is not None and abs(median / known.seconds - 1) <= _NOISE and number < 2 * known.intervals:
+    if known is not None and abs(pace.median / known.seconds - 1) <= _NOISE and number < 2 * known.intervals:
         return
+    record_speed(task, turn, pace)
+
+
+def is_enough(pace: SpeedMeasurement) -> bool:
+    """Whether there are intervals enough for a measurement."""
+    return len(pace.seconds) >= _LEAST
+
+
+def record_speed(task: Task, turn: Turn, pace: SpeedMeasurement) -> None:
+    """Record the step time of the measured size, in place of an earlier one."""
+    median, number = pace.median, len(pace.seconds)
     spread = _TO_DEVIATION * statistics.median(abs(seconds / median - 1) for seconds in pace.seconds)
     speed = Speed(workers=pace.level.workers, seconds=median, spread=spread, intervals=number, at=turn.now)
     speeds = {**task.measured.speeds, pace.level.slots: speed}

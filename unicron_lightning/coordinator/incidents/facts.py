@@ -10,6 +10,7 @@ Measurements of a running task, and records of its open incidents, are plain str
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
@@ -66,6 +67,11 @@ class SpeedMeasurement(msgspec.Struct, kw_only=True):
     """time.time() at which the worker finished ``step``, by its own clock."""
     seconds: list[float] = []
     """Seconds per step, in the newest intervals between two reports."""
+
+    @property
+    def median(self) -> float:
+        """Duration of a step, seconds."""
+        return statistics.median(self.seconds)
 
 
 class MeasuredTransition(msgspec.Struct, frozen=True, kw_only=True):

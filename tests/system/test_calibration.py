@@ -1,0 +1,51 @@
+"""A job with a wrong profile has the wrong number of workers until it is calibrated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from unicron_lightning.cli.job_file import read_job
+from unicron_lightning.local_cluster.cluster import LocalCluster
+
+SCRIPT = Path(__file__).with_name("paced.py")
+FLOPS = {"flat": 1e9, "steep": 3e9}
+"""FLOPs of a step."""
+
+
+def slots(cluster: LocalCluster) -> dict[str, int]:
+    """Return the number of slots that the plan in force gives to each job."""
+    return dict(Counter(filter(None, cluster.status()["assigned"].values())))
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(180)
+def test_a_job_with_a_wrong_profile_gets_the_right_plan_by_its_calibration(tmp_path: Path) -> None:
+    """``flat`` states that each slot brings as much as the first; in truth its steps always take 0.4 s."""
+    with LocalCluster(nodes=4, folder=tmp_path) as cluster:
+        stated = {"steep": FLOPS["steep"] / 0.9, "flat": 10 * FLOPS["flat"]}
+        for name, pace in (("steep", ("0.3", "0")), ("flat", ("0", "0.4"))):
+            profile = {slots: slots * stated[name] for slots in (1, 2, 3)}
+            about = {"max_nodes": 3, "flops_per_step": FLOPS[name], "profile": profile}
+            cluster.submit(name, [SCRIPT, tmp_path, *pace], **about)
+        cluster.wait_workers(3, task="flat")
+        cluster.wait_step(3, task="flat")
+        assert slots(cluster) == {"flat": 3, "steep": 1}, "the profile is believed"
+        table = tmp_path / "flat.csv"
+        done = cluster.unicron("calibrate", "flat", "--steps", "5", "--output", str(table))
+        assert done.returncode == 0, done.stderr
+        assert f"{table}: for `profile` of a job file" in done.stdout
+        cluster.until("the right plan", lambda: slots(cluster) == {"flat": 1, "steep": 3})
+        cluster.wait_workers(3, task="steep")
+        assert cluster.task_status("flat")["target"] is None
+        (tmp_path / "stop").touch()
+        for task in ("flat", "steep"):
+            cluster.wait_state("succeeded", task=task)
+        [ends] = cluster.events("calibration_ends")
+    assert ends["fields"] == {"reason": "", "skipped": []}
+    (tmp_path / "again.yaml").write_text("command: [paced.py]\nmax_nodes: 3\nprofile: flat.csv\n")
+    measured = read_job(tmp_path / "again.yaml", []).profile
+    assert measured.keys() == {1, 2, 3}
+    assert all(0.2 < rate * 0.4 / FLOPS["flat"] <= 1.1 for rate in measured.values()), measured
