@@ -210,12 +210,8 @@ def _problem_of_numbers(job: Job) -> str | None:
     for slots, flops in job.profile.items():
         if not 1 <= slots <= MOST_NODES or not _positive(flops):
             return f"profile={shortened(job.profile)}: expected FLOP/s > 0 by numbers of slots >= 1"
-    if (shape := job.transformer) is not None:
-        if shape.accelerator is None:
-            return f"transformer.accelerator is missing: expected one of {', '.join(sorted(PRESETS))}"
-        for name, size in vars(shape).items():
-            if isinstance(size, int) and size > _MOST_SIZE:
-                return f"transformer.{name}={shortened(size)}: expected a number <= {_MOST_SIZE}"
+    if job.transformer is not None and (wrong := problem_of_shape(job.transformer)) is not None:
+        return wrong
     if job.auto_layouts and job.layouts:
         return f"layouts={shortened(job.layouts)} with auto_layouts=true: expected only one of them"
     for slots, sizes in job.layouts.items():
@@ -223,6 +219,16 @@ def _problem_of_numbers(job: Job) -> str | None:
             return f"layouts={shortened(job.layouts)}: expected [TP, PP] or [shards] by numbers of slots >= 1"
     if len({len(sizes) for sizes in job.layouts.values()}) > 1:
         return f"layouts={shortened(job.layouts)}: expected [TP, PP] for all numbers of slots, or [shards] for all"
+    return None
+
+
+def problem_of_shape(shape: TransformerProfile) -> str | None:
+    """The reason why the coordinator cannot compute T(t,x) of this shape; None if it can."""
+    if shape.accelerator is None:
+        return f"transformer.accelerator is missing: expected one of {', '.join(sorted(PRESETS))}"
+    for name, size in vars(shape).items():
+        if isinstance(size, int) and size > _MOST_SIZE:
+            return f"transformer.{name}={shortened(size)}: expected a number <= {_MOST_SIZE}"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -25,6 +26,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.megatron.model import ShardModel, sequence_length
 from unicron_lightning.megatron.world import build_world, current_groups, enter_world, leave_world
+from unicron_lightning.planner.performance.description import PRESETS
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.member import ReplicaMember
@@ -314,14 +316,56 @@ def spread_of(
         micro_batches=micro_batches,
         tensor_divides={name: size for name, size in tensor.items() if size},
         pipeline_divides={"num_layers": config.num_layers} if evenly else {},
+        transformer=shape_of(config, module, sequence_length),
     )
+
+
+def shape_of(config: Any, module: nn.Module, sequence_length: int) -> dict[str, bool | int | str]:
+    """A model's shape for the planner, by the names of a job's ``transformer``; empty if the vocabulary is unknown.
+
+    Args:
+        config: Megatron's `TransformerConfig`.
+        module: Megatron's model.
+        sequence_length: of a sample.
+    """
+    model = _inner(module)
+    if model is None:
+        return {}
+    shape: dict[str, bool | int | str] = {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": getattr(config, "num_query_groups", None) or 0,
+        "ffn_size": getattr(config, "ffn_hidden_size", None) or 0,
+        "gated": bool(getattr(config, "gated_linear_unit", False)),
+        "biases": bool(getattr(config, "add_bias_linear", True)),
+        "learned_positions": getattr(model, "position_embedding_type", "learned_absolute") == "learned_absolute",
+        "tied_embeddings": bool(getattr(model, "share_embeddings_and_output_weights", True)),
+        "sequence_length": sequence_length,
+        "vocabulary_size": int(model.vocab_size),
+    }
+    accelerator = preset_of(torch.cuda.get_device_properties()) if torch.cuda.is_available() else None
+    return shape if accelerator is None else {**shape, "accelerator": accelerator}
+
+
+def preset_of(device: Any) -> str | None:
+    """The planner's name of an accelerator, from its ``name`` and ``total_memory``; None if it is none of those."""
+    words = re.split(r"[^A-Za-z0-9]+", device.name)
+    fits = (name for name, known in PRESETS.items() if name in words and device.total_memory > 0.9 * known.memory_bytes)
+    return next(fits, None)
 
 
 def _vocabulary(module: nn.Module) -> int | None:
     """Rows of the embedding, if the model specifies them."""
+    model = _inner(module)
+    return None if model is None else int(model.vocab_size)
+
+
+def _inner(module: nn.Module) -> Any:
+    """The model without its wrappers, if it specifies its vocabulary; else None."""
     inner: Any = module
     while not hasattr(inner, "vocab_size"):
         if not hasattr(inner, "module"):
             return None
         inner = inner.module
-    return int(inner.vocab_size)
+    return inner

@@ -27,6 +27,8 @@ class LayoutRecord(msgspec.Struct, kw_only=True):
 
     spread: wire.Spread | None = None
     """Spread reported last by workers of this life."""
+    transformer: dict[str, bool | int | str] = {}
+    """Shape of the model as reported last, also in earlier lives: `wire.Spread.transformer`."""
     in_force: wire.Layout | None = None
     """Layout set by an operator's order; None: the script's own layout."""
     ordered: wire.Layout | None = None

@@ -56,6 +56,8 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the model, by name, that TP must divide."""
     pipeline_divides: dict[Key, Count]
     """Sizes of the model, by name, that PP must divide."""
+    transformer: dict[Word, bool | Count | Word] = {}
+    """Shape of the model, by the names of a job's ``transformer``, if the strategy knows it."""
 
 
 class Replicas(Message, frozen=True, kw_only=True, tag="replicas"):

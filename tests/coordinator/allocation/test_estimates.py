@@ -10,15 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unicron_lightning import wire
 from unicron_lightning.coordinator.allocation.answers import (
     failure_model,
     flops_per_step,
     performance_of,
     performances,
+    shape_of,
     transition_times,
 )
 from unicron_lightning.coordinator.config import PlannerConfig
-from unicron_lightning.coordinator.incidents.facts import Lifetimes, Measured, MeasuredTransition, Speed
+from unicron_lightning.coordinator.incidents.facts import (
+    Level,
+    Lifetimes,
+    Measured,
+    MeasuredTransition,
+    Speed,
+    SpeedMeasurement,
+)
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.state import Task, Worker, decode_task, encode
 from unicron_lightning.jobs import Job
@@ -110,6 +119,49 @@ def test_measured_steps_and_a_profile_correct_a_transformer() -> None:
     assert performance_of(None, stated).throughput(4) == pytest.approx(model.throughput(4) / 2, rel=0.05)
     both = performance_of(task(speeds={4: speed(half / 3)}), stated)
     assert both.throughput(4) == pytest.approx(1.5 * model.throughput(4), rel=0.02), "steps are newer than the profile"
+
+
+REPORTED = {**SHAPE, "num_kv_heads": 0, "tied_embeddings": False, "accelerator": "A100"}
+
+
+def reporting(reported: dict[str, object] = REPORTED, **measured: object) -> Task:
+    """A task whose workers report a shape and a spread of four micro-batches."""
+    made = task(samples_per_step=16, **measured)
+    made.layouts.transformer = reported
+    layout = wire.Layout(tensor=1, pipeline=1)
+    made.layouts.spread = wire.Spread(
+        layout=layout, ordered=False, workers=4, micro_batches=4, tensor_divides={}, pipeline_divides={}
+    )
+    return decode_task(encode(made))
+
+
+def test_the_shape_that_workers_report_is_the_prior_of_a_job_without_one() -> None:
+    known = shape_of(reporting(), job(max_nodes=8))
+    assert known == profile(tied_embeddings=False, micro_batch_size=4, uneven_shares=True)
+    stated = job(max_nodes=8, transformer=known)
+    assert curve(performance_of(reporting(), job(max_nodes=8)), 8) == curve(performance_of(None, stated), 8)
+    assert shape_of(reporting(), job(transformer=profile())) == profile(), "the job's own comes first"
+    attached = reporting(pace=SpeedMeasurement(level=Level(slots=2, workers=4)))
+    two = performance_of(None, job(max_nodes=8, transformer=known, workers_per_node=2))
+    assert curve(performance_of(attached, None), 4) == curve(two, 4)
+    assert flops_per_step(attached, None) == known.flops_per_step
+
+
+@pytest.mark.parametrize(
+    "change", [{"accelerator": "B3"}, {"num_heads": 3}, {"num_layers": "many"}, {"hidden_size": 0}]
+)
+def test_a_reported_shape_that_makes_no_sense_is_ignored(change: dict[str, object]) -> None:
+    odd = reporting({**REPORTED, **change})
+    assert shape_of(odd, job()) is None and flops_per_step(odd, job()) is None
+    assert performance_of(odd, job()).throughput(1) == 1.0
+
+
+def test_of_a_shape_without_a_known_accelerator_only_the_flops_are_used() -> None:
+    unknown = {name: value for name, value in REPORTED.items() if name != "accelerator"}
+    assert flops_per_step(reporting(unknown), job()) == profile(tied_embeddings=False).flops_per_step
+    assert performance_of(reporting(unknown), job()).throughput(1) == 1.0
+    large = reporting({**REPORTED, "num_layers": 10**12})
+    assert performance_of(large, job()).throughput(1) == 1.0, "its search would take too long"
 
 
 def test_unknown_tasks_are_worth_per_slot_what_a_transformer_is_expected_to_achieve() -> None:

@@ -16,7 +16,7 @@ from unicron_lightning.coordinator.config import PlannerConfig
 from unicron_lightning.coordinator.events import Competitor, Question
 from unicron_lightning.coordinator.orders.relayout import refusal
 from unicron_lightning.coordinator.severity.workflow import ATTEMPT_SECONDS
-from unicron_lightning.coordinator.state import Cluster, decode_lasting, encode
+from unicron_lightning.coordinator.state import Cluster, decode_lasting, decode_task, encode
 from unicron_lightning.jobs import Job
 from unicron_lightning.planner.performance.description import TransformerProfile
 from unicron_lightning.planner.solver import solve
@@ -401,6 +401,13 @@ def test_a_job_that_leaves_its_layout_to_the_plan_gets_that_of_the_plan() -> Non
     settle(world)
     part(world, "a")
     assert {welcome.layout for welcome in again(world)} == {SLICES}
+
+
+def test_the_shape_that_workers_report_is_kept_for_later_lives() -> None:
+    world = grid(transformer={"num_layers": 4})
+    tell(world)
+    assert world.task().layouts.transformer == {"num_layers": 4}
+    assert decode_task(encode(world.task())).layouts.transformer == {"num_layers": 4}
 
 
 def test_the_planner_names_the_layouts_of_the_analytic_model() -> None:

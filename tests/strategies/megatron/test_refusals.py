@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from programs.data_worker import Reopenable
 from programs.stream_worker import Numbers
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("megatron.core.package_info")
@@ -19,6 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from unicron_lightning.data.sources import as_loader
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.grid import Shape
+from unicron_lightning.planner.performance.description import TransformerProfile
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.megatron.checks import (
     check_megatron_config,
@@ -27,6 +30,7 @@ from unicron_lightning.strategies.megatron.checks import (
     check_validation_loader,
 )
 from unicron_lightning.strategies.megatron.optimizer import make_scheduler, split_configuration
+from unicron_lightning.strategies.megatron.parallel import preset_of, shape_of
 from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
 
 
@@ -189,3 +193,30 @@ def test_rates_that_nothing_would_use_are_refused() -> None:
     assert make_scheduler(None, groups(config), config, int) is None
     made = make_scheduler(lambda optimizer: {"scheduler": torchs(optimizer)}, groups(config), config, int)
     assert isinstance(made["scheduler"], torch.optim.lr_scheduler.StepLR)
+
+
+def test_a_models_shape_is_reported_as_jobs_state_it() -> None:
+    config = Config(num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, gated_linear_unit=True)
+    model = nn.Module()
+    model.vocab_size, model.position_embedding_type = 256, "rope"
+    wrapped = nn.Module()
+    wrapped.module = model
+    shape = shape_of(config, wrapped, 16)
+    profile = TransformerProfile(**shape, global_batch_size=8)
+    assert (profile.num_layers, profile.kv_heads, profile.ffn, profile.gated) == (4, 2, 128, True)
+    assert (profile.vocabulary_size, profile.sequence_length, profile.learned_positions) == (256, 16, False)
+    assert shape_of(config, nn.Module(), 16) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "preset"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 85, "A100"),
+        ("NVIDIA A100-SXM4-40GB", 42, None),
+        ("NVIDIA H100 80GB HBM3", 85, "H100"),
+        ("NVIDIA H200", 150, "H200"),
+        ("NVIDIA GH200 480GB", 102, None),
+    ],
+)
+def test_accelerators_are_recognized_by_name_and_memory(name: str, gigabytes: int, preset: str | None) -> None:
+    assert preset_of(SimpleNamespace(name=name, total_memory=gigabytes * 10**9)) == preset

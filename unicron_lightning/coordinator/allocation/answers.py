@@ -19,15 +19,15 @@ noise, so that plans made ahead stay valid.
 
 How T(t,x) is made:
 
-* the prior: the analytic model of the job's ``transformer``, else its profile, else `SublinearModel` with the task's
-  micro-batches;
+* the prior: the analytic model of the job's ``transformer``, else of the shape that its workers report if that names an
+  accelerator, else the job's profile, else `SublinearModel` with the task's micro-batches;
 * corrected by the step times measured at each size (`CalibratedModel`), and beside a ``transformer`` by the profile.
   Without measurements and a ``transformer``, numpy is not imported.
 
 FLOP/s must be comparable between tasks, which requires the FLOPs of a step: from the job (``flops_per_step``, else its
-``transformer``), else from the workers (the attribute of that name of the LightningModule). For a task without either,
-only the *shape* of T(t,x) is measured. Its slots are valued at the median of the other tasks' slots (1 FLOP/s if none
-is known), so that such tasks neither starve nor displace the others.
+``transformer``), else from the workers (the attribute of that name of the LightningModule, or the model's shape). For a
+task without either, only the *shape* of T(t,x) is measured. Its slots are valued at the median of the other tasks'
+slots (1 FLOP/s if none is known), so that such tasks neither starve nor displace the others.
 
 The planner is imported at first use: a coordinator with one task starts without it.
 """
@@ -41,13 +41,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.events import Competitor, Question
 from unicron_lightning.coordinator.incidents.facts import Lifetimes, Speed
 from unicron_lightning.coordinator.state import Cluster, Task
-from unicron_lightning.jobs import Job
+from unicron_lightning.jobs import Job, problem_of_shape
 from unicron_lightning.wire import Layout
 
 if TYPE_CHECKING:
@@ -124,7 +126,8 @@ def performance_of(task: Task | None, job: Job | None, *, nominal: float = 1.0) 
 
     speeds = {} if task is None else task.measured.speeds
     flops = flops_per_step(task, job)
-    prior, points, error = analytic(job), _points(job), None
+    prior = analytic(task, job)
+    points, error = {} if prior is None else _points(job), None
     if prior is None and job is not None and job.profile:
         prior, error = _profile(job.profile), _PROFILE_ERROR
     if prior is None:
@@ -164,11 +167,35 @@ class _InSlots:
         return self._model.uncertainty(num_workers * self._workers)
 
 
-def analytic(job: Job | None) -> PerformanceModel | None:
-    """Return T(t,x) of a job's ``transformer`` without measurements, by number of slots; None if it has none."""
-    if job is None or job.transformer is None:
+def shape_of(task: Task | None, job: Job | None) -> TransformerProfile | None:
+    """Return the shape of a task's model: as its job states it, else as its workers report it; None if unknown."""
+    if job is not None and job.transformer is not None:
+        return job.transformer
+    if task is None or not task.layouts.transformer or not task.measured.samples_per_step:
         return None
-    return _of_shape(job.transformer, job.workers_per_node, job.max_nodes)
+    from unicron_lightning.planner.performance.description import TransformerProfile
+
+    samples, spread = task.measured.samples_per_step, task.layouts.spread
+    given: dict[str, Any] = {**task.layouts.transformer, "global_batch_size": samples, "uneven_shares": True}
+    if spread is not None and samples % spread.micro_batches == 0:
+        given["micro_batch_size"] = samples // spread.micro_batches
+    try:
+        return msgspec.convert(given, TransformerProfile)
+    except msgspec.ValidationError:
+        return None  # a report of another version, or of a model of another kind
+
+
+def analytic(task: Task | None, job: Job | None) -> PerformanceModel | None:
+    """Return T(t,x) of a task's shape without measurements, by number of slots; None if shape or machine is unknown."""
+    shape = shape_of(task, job)
+    if shape is None or problem_of_shape(shape) is not None:
+        return None
+    if job is not None:
+        return _of_shape(shape, job.workers_per_node, job.max_nodes)
+    level = None if task is None else task.measured.pace.level
+    if task is None or level is None or not level.slots or level.workers % level.slots:
+        return None
+    return _of_shape(shape, level.workers // level.slots, task.max_nodes)
 
 
 @functools.lru_cache(maxsize=256)  # each model searches once
@@ -181,8 +208,8 @@ def _of_shape(shape: TransformerProfile, workers: int, most_slots: int) -> Perfo
 
 
 def _points(job: Job | None) -> dict[int, Measurement]:
-    """Return a job's profile as measurements that correct its ``transformer``."""
-    if job is None or job.transformer is None or not job.profile:
+    """Return a job's profile as measurements that correct the analytic model."""
+    if job is None or not job.profile:
         return {}
     from unicron_lightning.planner.performance.calibrated import Measurement
 
@@ -200,8 +227,9 @@ def _nominal_rate(tasks: Iterable[tuple[Task | None, Job | None]]) -> float:
             rates.append(statistics.median(flops / speed.seconds / slots for slots, speed in speeds.items()))
         elif job is not None and (known := [rate / slots for slots, rate in job.profile.items() if rate > 0]):
             rates.append(statistics.median(known))
-        elif job is not None and (model := analytic(job)) is not None:
-            rates.append(model.throughput(job.min_nodes) / job.min_nodes)
+        elif (model := analytic(task, job)) is not None:
+            least = job.min_nodes if job is not None else task.min_nodes if task is not None else 1
+            rates.append(model.throughput(least) / least)
     rates = [rate for rate in rates if rate > 0]
     return statistics.median(rates) if rates else 1.0
 
@@ -212,7 +240,10 @@ def flops_per_step(task: Task | None, job: Job | None) -> float | None:
         return job.flops_per_step
     if job is not None and job.transformer is not None:
         return float(job.transformer.flops_per_step)
-    return None if task is None else task.measured.flops_per_step
+    if task is not None and task.measured.flops_per_step is not None:
+        return task.measured.flops_per_step
+    reported = shape_of(task, job)
+    return None if reported is None else float(reported.flops_per_step)
 
 
 def transition_times(tasks: Mapping[str, Task], planner: PlannerConfig) -> TransitionTimes:

@@ -93,6 +93,9 @@ def progressed(task: Task, turn: Turn, message: wire.Progress) -> bool:
     if message.flops_per_step is not None and message.flops_per_step != measured.flops_per_step:
         measured.flops_per_step = message.flops_per_step
         turn.save(task)
+    if (message.samples_per_step or 0) > measured.samples_per_step:
+        measured.samples_per_step = message.samples_per_step or 0
+        turn.save(task)
     pace = measured.pace
     others = pace.worker not in ("", message.worker)
     if pace.stands or not pace.epoch or others or message.step <= pace.step:

@@ -99,6 +99,8 @@ class Measured(msgspec.Struct, kw_only=True):
 
     flops_per_step: float | None = None
     """FLOPs per step, as reported by the workers."""
+    samples_per_step: int = 0
+    """Samples of the largest global batch, as reported by the workers; 0 if unknown."""
     pace: SpeedMeasurement = msgspec.field(default_factory=SpeedMeasurement)
     speeds: dict[int, Speed] = {}
     """Step times by number of slots."""

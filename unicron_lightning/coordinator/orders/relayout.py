@@ -66,6 +66,7 @@ def record_spread(task: Task, turn: Turn, spread: wire.Spread | None) -> None:
     if spread is None or spread == layouts.spread:
         return
     layouts.spread = spread
+    layouts.transformer = spread.transformer or layouts.transformer
     if spread.ordered and layouts.in_force is None:  # the coordinator has lost its store
         layouts.in_force = spread.layout
     turn.save(task)
