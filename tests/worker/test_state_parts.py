@@ -20,6 +20,7 @@ from unicron_lightning import wire
 from unicron_lightning.agent.workers.memory import AgentMemory
 from unicron_lightning.shared_memory import allocate, verified
 from unicron_lightning.worker import codec
+from unicron_lightning.worker.agreement import parts_of as digests
 from unicron_lightning.worker.codec import flat
 from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.staging import Staging
@@ -98,6 +99,19 @@ def test_a_joiner_keeps_the_memory_that_it_has_received() -> None:
 def alone(nodes: Sequence[str]) -> list[RackAndNode]:
     """Nodes without labels of racks."""
     return [(node, node) for node in nodes]
+
+
+def test_values_that_torch_conjugates_or_negates_later_are_sent_and_compared() -> None:
+    """A buffer such as ``torch.exp(1j * angles).conj()`` passed the check before training; no join could send it."""
+    values = torch.view_as_complex(torch.randn(1000, 2)).conj(), torch.view_as_complex(torch.randn(9, 2)).conj().imag
+    lazy = {"large": values[0], "small": values[1].clone(), "negated": torch._neg_view(torch.randn(1000))}
+    codec.check(lazy)
+    own = {"checkpoint": {"state_dict": lazy}}
+    divided = DividedState.of(own)
+    sent = restored(divided.root, map(flat, divided.large))
+    for found in (joined(parts_of(divided, 3)), sent, codec.decode(codec.encode(own))):
+        assert all(torch.equal(value, lazy[name]) for name, value in found["checkpoint"]["state_dict"].items())
+    assert digests(lazy) == digests(sent["checkpoint"]["state_dict"])
 
 
 def test_no_part_has_two_copies_on_a_node() -> None:

@@ -262,7 +262,7 @@ def _folded(parts: Mapping[str, int]) -> float:
 
 def _sum(tensor: Tensor) -> Tensor:
     """The sum of a tensor's words as integers, modulo 2**64."""
-    flat = tensor.contiguous().view(-1)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     integer = _INTEGERS.get(flat.element_size())

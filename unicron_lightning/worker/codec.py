@@ -114,7 +114,8 @@ def raw(tensor: Tensor) -> bytes:
 
 def flat(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor's elements as uint8 of one dimension on the CPU; a copy only if it has to be."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    values = tensor.detach().cpu().resolve_conj().resolve_neg()  # lazy ones have no bytes of their own
+    return values.contiguous().view(-1).view(torch.uint8)
 
 
 def pack_parts(parts: Sequence[bytes]) -> bytes:

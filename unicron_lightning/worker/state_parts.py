@@ -89,7 +89,7 @@ class DividedState:
         for tensor in self.large:
             low, high = max(first - begin, 0), min(end - begin, tensor.nbytes)
             if low < high:
-                flat = tensor.contiguous().view(-1).view(torch.uint8)
+                flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
                 target[at : at + high - low].copy_(flat[low:high])
                 at += high - low
             begin += tensor.nbytes
