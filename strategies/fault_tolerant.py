@@ -38,21 +38,23 @@ from unicron_lightning.strategies.console import Announcements, say, take_over_b
 from unicron_lightning.strategies.environment import own_device
 from unicron_lightning.strategies.membership import Membership
 from unicron_lightning.strategies.metrics.loggers import continue_files, continued, follow, record_versions, take_over
-from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype
-from unicron_lightning.strategies.metrics.sums import SumsLayout
+from unicron_lightning.strategies.metrics.recording import RecordingResults, logged_dtype
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.passes.loaders import Loaders, install_estimates, loading
-from unicron_lightning.strategies.reporting import RunLauncher, StepReports, report_exception, told_flops
+from unicron_lightning.strategies.reporting import RunLauncher, report_exception, told_flops
 from unicron_lightning.strategies.schedule import Schedule, TimedValidation, declare
-from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state import callbacks, join_state
-from unicron_lightning.strategies.state.checkpointing import ReportedCheckpoints
-from unicron_lightning.strategies.state.comparison import Comparison
+from unicron_lightning.strategies.state.checkpointing import ResumedCheckpoints
+from unicron_lightning.strategies.state.comparison import describe_model
 from unicron_lightning.strategies.state.memory import StateMemory
 from unicron_lightning.strategies.state.persisting import Persisting
 from unicron_lightning.strategies.stopping import Stopping, surround
+from unicron_lightning.worker.comparison import Comparison
 from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.engine import Engine, World
+from unicron_lightning.worker.reporting import StepReports
+from unicron_lightning.worker.session import Session
+from unicron_lightning.worker.sums import LogCall, SumsLayout
 
 
 class FaultTolerantStrategy(CollectingStrategy):
@@ -88,8 +90,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         self.num_nodes = 1
         self.seed = 0
         self.agreed = SumsLayout()
-        self.comparison = Comparison(self, active=compare)
-        self.reported = ReportedCheckpoints()
+        self.comparison = Comparison(lambda: self.session, active=compare)
+        self.reported = ResumedCheckpoints()
         self.memory = StateMemory(self)
         self.persisting = Persisting(self)
         self._num_micro_batches = num_micro_batches
@@ -257,7 +259,7 @@ class FaultTolerantStrategy(CollectingStrategy):
             self.reported.fit = session.fits
             if session.control is not None:
                 session.control.fit = session.fits
-            self.comparison.begin(trainer)
+            self.comparison.begin(partial(describe_model, trainer))
             if session.control is not None and self.is_global_zero and not session.joins:
                 record_versions(trainer.loggers, session.control, session.fits)
         if session.is_joiner and not self.engine.has_state:

@@ -17,12 +17,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from unicron_lightning.strategies.collectives.operations import RECORD_BYTES
 from unicron_lightning.strategies.console import say_saved, take_over_bar
 from unicron_lightning.strategies.metrics.loggers import take_over
-from unicron_lightning.strategies.session import FitPassed
 from unicron_lightning.strategies.state import callbacks, join_state
+from unicron_lightning.strategies.state.comparison import describe_data
 from unicron_lightning.strategies.state.join_state import WHOLE
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.control.thread import terminable
 from unicron_lightning.worker.operations import Join, Parting
+from unicron_lightning.worker.session import FitPassed
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -83,7 +84,7 @@ class Membership:
         assert join.received is not None
         state: dict[str, Any] = join.received
         session.check_fit(state["fit"])
-        strategy.comparison.add_data(strategy.loaders.training)
+        self._describe_data()
         strategy.comparison.check(state.get("described"))
         strategy.seed, strategy.memory.previous = state["seed"], state["boundary"]
         self._arrival, self._parts = join_state.receive(trainer, state), join.parts
@@ -226,10 +227,10 @@ class Membership:
         if engine.control is not None and not self._checked:
             self._checked = True
             join_state.check(trainer)
-            strategy.comparison.add_data(strategy.loaders.training)
+            self._describe_data()
             strategy.comparison.agree("training")
         elif engine.control is not None and not strategy.comparison.has_data:  # a further fit of the trainer
-            strategy.comparison.add_data(strategy.loaders.training)
+            self._describe_data()
         join = Join(lambda: self.state(trainer))
         if engine.switch_from:
             strategy.await_rows()  # a rank 0 may leave, and another looks for its rows
@@ -238,6 +239,10 @@ class Membership:
             strategy.parallelism.compare(joined=False)
         if join.parts or self._parts:
             part(strategy, trainer, self.state(trainer))
+
+    def _describe_data(self) -> None:
+        if (loader := self._strategy.loaders.training) is not None:
+            self._strategy.comparison.add_data(partial(describe_data, loader))
 
     def _begin_late(self, trainer: pl.Trainer) -> None:
         """Begin with a state that others have trained: what they have searched at the start is known."""

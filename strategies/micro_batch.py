@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -16,76 +15,14 @@ from torch import Tensor
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.seeding import RandomPurpose, place_seed, seed_all
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.metrics.recording import LogCall, logged_dtype
-from unicron_lightning.strategies.metrics.sums import MetricState, NormStatistics, StepMetrics, SumsLayout
-from unicron_lightning.strategies.state.module_buffers import ModuleBuffers, check_registered
+from unicron_lightning.strategies.metrics.recording import logged_dtype
+from unicron_lightning.worker.effects import UNCOUNTED, Effects
+from unicron_lightning.worker.sums import LogCall
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
-UNCOUNTED = -1
-"""Number under which changes of a micro-batch are recorded that does not count."""
-
 _warnings = WarningCache()
-
-Held = tuple[list[Tensor], dict[str, tuple[MetricState, Any]], dict[int, Tensor]]
-"""Changes of a micro-batch that is paused."""
-
-
-class Effects:
-    """Changes that micro-batches make beside gradients: batch-norm statistics, metric objects, other buffers.
-
-    Args:
-        module: owner of them.
-        frozen: follow its frozen parameters, too; see `ModuleBuffers`.
-    """
-
-    def __init__(self, module: pl.LightningModule, *, frozen: bool = False) -> None:
-        self._module = module
-        self._saved: set[str] | None = set(module.state_dict())
-        """Keys of the module's state before the first step; None: they have been compared with those after it."""
-        self._began = False
-        self.norms = NormStatistics(module)
-        self.metrics = StepMetrics(module)
-        self.buffers = ModuleBuffers(module, frozen=frozen)
-
-    def begin(self, batch: GlobalBatch, agreed: SumsLayout) -> None:
-        """Start a step."""
-        if self._saved is not None and self._began:
-            check_registered(self._module, self._saved)
-            self._saved = None
-        self._began = True
-        self.norms.begin()
-        self.metrics.begin(anew=batch.step == 0)
-        self.buffers.begin(batch.micro_batches[0], agreed.buffers)
-
-    def start_micro_batch(self) -> None:
-        """Start from the step's values."""
-        self.buffers.start_micro_batch()
-        self.metrics.start_micro_batch()
-
-    def restore(self) -> None:
-        """Restore the step's values after an exception in a micro-batch."""
-        self.norms.restore()
-        self.metrics.restore()
-        self.buffers.restore()
-
-    def hold(self) -> Held:
-        """Return a paused micro-batch's values for `put_back`, and restore the step's."""
-        return self.norms.hold(), self.metrics.hold(), self.buffers.hold()
-
-    def put_back(self, held: Held) -> None:
-        """Restore what `hold` has returned."""
-        norms, metrics, buffers = held
-        self.norms.put_back(norms)
-        self.metrics.put_back(metrics)
-        self.buffers.put_back(buffers)
-
-    def finish_micro_batch(self, number: int) -> None:
-        """Record the changes and restore the step's values."""
-        self.norms.finish_micro_batch()
-        self.metrics.finish_micro_batch(number)
-        self.buffers.finish_micro_batch(number)
 
 
 class NoLoss(ConfigError, MisconfigurationException):

@@ -19,18 +19,18 @@ from torch.utils.data import DataLoader
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
-from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.passes.prediction import Predictions
-from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state.memory import StateDivision
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.rows import present
+from unicron_lightning.worker.session import Session
 from unicron_lightning.worker.step import Step
+from unicron_lightning.worker.sums import LogCall
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.manual.steps import ManualSteps
     from unicron_lightning.strategies.passes.evaluation import GlobalPasses, Passes
-    from unicron_lightning.strategies.state.comparison import Divergence
+    from unicron_lightning.worker.comparison import Divergence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ Each worker holds the whole model, and is a replica of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -14,9 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
-from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch import Tensor
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
@@ -24,20 +23,24 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.checks import check_optimizers
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 from unicron_lightning.strategies.manual.steps import ManualSteps
-from unicron_lightning.strategies.metrics.sums import StepSums
-from unicron_lightning.strategies.micro_batch import Effects, MicroBatches
+from unicron_lightning.strategies.metrics.sums import StepMetrics
+from unicron_lightning.strategies.micro_batch import MicroBatches
 from unicron_lightning.strategies.parallelism import FinishedStep, Parallelism
 from unicron_lightning.strategies.passes.evaluation import Passes
-from unicron_lightning.strategies.reporting import balance_of
-from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints
-from unicron_lightning.strategies.state.comparison import Divergence, OnDivergence
+from unicron_lightning.strategies.state.comparison import further_state
 from unicron_lightning.strategies.state.memory import StateDivision
-from unicron_lightning.worker.buckets import GradientBuckets
+from unicron_lightning.worker.buckets import GradientBuckets, TrainedParameters
+from unicron_lightning.worker.comparison import Divergence, OnDivergence
+from unicron_lightning.worker.effects import Effects
 from unicron_lightning.worker.engine import World
+from unicron_lightning.worker.model_state import share_initial
+from unicron_lightning.worker.reporting import balance_of
 from unicron_lightning.worker.rows import Balance, shares_of
+from unicron_lightning.worker.session import Session
 from unicron_lightning.worker.step import GradientStep
+from unicron_lightning.worker.sums import StepSums
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -88,7 +91,7 @@ class DataParallel(Parallelism):
         strategy = self._strategy
         if not resumes and strategy.engine.world.size > 1 and strategy.collectives.starting:
             strategy.comparison.agree("model")
-            join_state.share_initial(strategy.module, strategy.engine)
+            share_initial(strategy.module, strategy.engine)
 
     def share(self, micro_batches: range) -> list[int]:
         return [micro_batches[number] for number in self.own(range(len(micro_batches)))]
@@ -153,7 +156,7 @@ class WholeModelSteps:
     def begin_fit(self, balance: Balance | None) -> None:
         """Begin with a complete model, of which the optimizers know."""
         strategy = self._strategy
-        self._effects = Effects(strategy.module, frozen=True)
+        self._effects = Effects(strategy.module, StepMetrics(strategy.module), frozen=True)
         self.balance = balance
         self._watched = is_overridden("optimizer_zero_grad", strategy.module)
         if not strategy.module.automatic_optimization:
@@ -176,10 +179,10 @@ class WholeModelSteps:
         gradients = self._buckets(module, first=batch.step == 0)
         self._follows = self._watched and any(gradients.used)
         gradients.begin()
-        effects.begin(batch, strategy.agreed)
+        effects.begin(batch.micro_batches[0], strategy.agreed, anew=batch.step == 0)
         sums = StepSums(strategy.agreed, effects.norms, effects.buffers, gradients, effects.metrics)
         micro_batches = MicroBatches(strategy, batch, sums.add, effects, takes_index=bool(where), skips=True)
-        digest = self.divergence.digest(strategy)
+        digest = self.divergence.digest(engine, module, strategy.optimizers, partial(further_state, strategy.trainer))
         operation = GradientStep(
             batch.micro_batches, gradients, sums, micro_batches.run, self.balance, digest, batch.in_full_step
         )
@@ -221,26 +224,6 @@ class WholeModelSteps:
                 self._gradients.close()
             self._gradients = GradientBuckets(named, self._bucket_bytes, self._overlap)
         return self._gradients
-
-
-class TrainedParameters:
-    """The parameters of a model that need gradients.
-
-    Modules are walked through again when the optimizers have other parameters, or on request. A change in whether a
-    known parameter needs a gradient is always detected.
-    """
-
-    def __init__(self) -> None:
-        self._named: list[tuple[str, Parameter]] = []
-        self._optimized: list[int] = []
-
-    def find(self, module: nn.Module, optimizers: Sequence[Optimizer], *, anew: bool) -> list[tuple[str, Parameter]]:
-        """Return names and parameters, in the model's order, without repeats."""
-        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        optimized = [id(parameter) for group in groups for parameter in group["params"]]
-        if anew or optimized != self._optimized:
-            self._named, self._optimized = list(module.named_parameters()), optimized
-        return [(name, parameter) for name, parameter in self._named if parameter.requires_grad]
 
 
 _MIB = 1 << 20

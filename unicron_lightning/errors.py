@@ -3,7 +3,7 @@
     UnicronError
     ├── ConfigError (also ValueError)       a value given by the user is wrong
     │   ├── NoLoss (strategies.micro_batch)  training_step returned neither a loss nor None
-    │   └── CheckpointsChanged (strategies.resuming)  no checkpoint of the task is as it was written
+    │   └── CheckpointsChanged (checkpoints.reported)  no checkpoint of the task is as it was written
     ├── PortInUse                           another program listens on the coordinator's address
     ├── SessionRefused                      the coordinator refuses this agent
     ├── CoordinatorUnavailable              no coordinator answers at the endpoint
@@ -14,7 +14,7 @@
     ├── RendezvousFailed (agent.handler)    reports to torchrun that this agent cannot take part
     ├── NotPlainData (worker.codec)         state to be sent contains something other than plain data
     ├── OutOfDescriptors (worker.sockets)   the process may open no more files
-    ├── FitPassed (strategies.session)      a worker's script and its task are in different fits
+    ├── FitPassed (worker.session)          a worker's script and its task are in different fits
     ├── ProgramsDiffer                      the members' scripts have taken different paths
     ├── WorkersDiffer (worker.agreement)    this worker trains something else than the others
     ├── ParametersDiffer (worker.agreement) this worker's parameters differ from those of most others

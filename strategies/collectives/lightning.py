@@ -19,7 +19,7 @@ from unicron_lightning.strategies.collectives.operations import Collectives
 from unicron_lightning.strategies.environment import UnicronEnvironment
 from unicron_lightning.strategies.lightning_root import check_accelerator
 from unicron_lightning.strategies.metrics.loggers import is_log_dir
-from unicron_lightning.strategies.session import Session
+from unicron_lightning.worker.session import Session
 
 
 class CollectingStrategy(ParallelStrategy):
@@ -58,6 +58,7 @@ class CollectingStrategy(ParallelStrategy):
         if is_group:
             default_group.register(self._environment.place, self._collectives)
             default_group.keep_lightning_out(trainer)
+            session.closing = default_group.unregister
 
     def _end_collectives(self, session: Session) -> None:
         """End a run; the default group of a world of this process alone ends with it."""

@@ -26,8 +26,8 @@ from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.operations import Agreement
 
 if TYPE_CHECKING:  # it imports this module, by default_group
-    from unicron_lightning.strategies.session import Session
     from unicron_lightning.worker.control.thread import Control
+    from unicron_lightning.worker.session import Session
 
 logger = logging.getLogger(__name__)
 

@@ -37,14 +37,14 @@ from unicron_lightning.strategies.fsdp.checkpoints import ShardedCheckpoints
 from unicron_lightning.strategies.fsdp.prediction import ShardedPredictions
 from unicron_lightning.strategies.fsdp.steps import ShardedEvaluation, ShardedSteps, clip_by_agreed_norm, keep_spares
 from unicron_lightning.strategies.parallelism import Parallelism
-from unicron_lightning.strategies.reporting import balance_of
-from unicron_lightning.strategies.session import Session, control_of_process
-from unicron_lightning.strategies.state.comparison import Divergence
 from unicron_lightning.strategies.state.memory import ReplicaDivision
-from unicron_lightning.strategies.state.module_buffers import unsaved
 from unicron_lightning.worker.communication.nccl import check_device
+from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.engine import Engine, World
+from unicron_lightning.worker.module_buffers import unsaved
+from unicron_lightning.worker.reporting import balance_of
 from unicron_lightning.worker.rows import present
+from unicron_lightning.worker.session import Session, control_of_process
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy

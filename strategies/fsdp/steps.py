@@ -18,15 +18,16 @@ from unicron_lightning.data.order import check_loader
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.fsdp.mesh import local_shards
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
-from unicron_lightning.strategies.metrics.recording import LogCall
-from unicron_lightning.strategies.metrics.sums import AllUsed, StepSums
-from unicron_lightning.strategies.micro_batch import UNCOUNTED, Effects, MicroBatches
+from unicron_lightning.strategies.metrics.sums import StepMetrics
+from unicron_lightning.strategies.micro_batch import MicroBatches
 from unicron_lightning.strategies.parallelism import FinishedStep
 from unicron_lightning.strategies.passes.evaluation import GlobalPasses, PassBatch
-from unicron_lightning.strategies.state.comparison import Divergence
-from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
 from unicron_lightning.worker.buckets import FlatBucket
+from unicron_lightning.worker.comparison import Divergence
+from unicron_lightning.worker.effects import UNCOUNTED, Effects
+from unicron_lightning.worker.module_buffers import EvaluationBuffers
 from unicron_lightning.worker.rows import Balance
+from unicron_lightning.worker.sums import AllUsed, LogCall, StepSums
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
@@ -56,7 +57,8 @@ class ShardedSteps:
     def begin_fit(self, balance: Balance | None) -> None:
         """Begin with a complete model."""
         self.balance = balance
-        self._effects = Effects(self._parallel.strategy.module)
+        module = self._parallel.strategy.module
+        self._effects = Effects(module, StepMetrics(module))
 
     def check_data(self, loader: DataLoader[Any]) -> None:
         """Refuse nothing more than `data.order.check_loader`."""
@@ -109,7 +111,7 @@ class StepRows:
         self._micro_batches = batch.micro_batches
         self._done: dict[int, _RowResult] = {}
         self._row = _RowResult(number=0, counts=False)
-        effects.begin(batch, parallel.strategy.agreed)
+        effects.begin(batch.micro_batches[0], parallel.strategy.agreed, anew=batch.step == 0)
         self._batches = MicroBatches(parallel.strategy, batch, self._add, effects, takes_index=takes_index)
 
     def call(self, micro_batches: Sequence[int], *, last: bool) -> None:
@@ -147,6 +149,7 @@ class StepRows:
                     effects.norms.bucket.local.add_(each.norms)
         if self._micro_batches[0] not in counted:
             effects.buffers.withdraw()
+        assert effects.metrics is not None
         recorded = effects.metrics.recorded
         effects.metrics.recorded = {number: recorded[number] for number in counted & recorded.keys()}
         sums = ShardedSums(self._parallel.strategy.agreed, effects.norms, effects.buffers, AllUsed(), effects.metrics)

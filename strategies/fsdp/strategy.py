@@ -16,7 +16,7 @@ from unicron_lightning.fsdp.mesh import reshard
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 from unicron_lightning.strategies.fsdp.parallel import FsdpParallel, Sharding
-from unicron_lightning.strategies.state.comparison import Divergence, OnDivergence
+from unicron_lightning.worker.comparison import Divergence, OnDivergence
 
 
 class UnicronFSDPStrategy(FaultTolerantStrategy):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,17 +37,18 @@ from unicron_lightning.data.seeding import (
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.manual.strand import END, MeetingPlace, Strand, StrandStates
 from unicron_lightning.strategies.metrics.recording import Recording
-from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums, SumsLayout
-from unicron_lightning.strategies.micro_batch import Effects
 from unicron_lightning.strategies.parallelism import FinishedStep
-from unicron_lightning.strategies.state.comparison import Divergence
-from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
+from unicron_lightning.strategies.state.comparison import further_state
 from unicron_lightning.worker.agreement import NO_DIGEST, StateDigest
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.communication.communicator import gather_bytes
+from unicron_lightning.worker.comparison import Divergence
+from unicron_lightning.worker.effects import Effects
 from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.module_buffers import ModuleBuffers
 from unicron_lightning.worker.rows import plan_rows
 from unicron_lightning.worker.step import GradientStep, Sums
+from unicron_lightning.worker.sums import NormStatistics, StepSums, SumsLayout
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -290,7 +292,7 @@ class ManualSteps:
         """Run a step through failures, up to its last commit."""
         strategy = self._strategy
         self._batch, self._takes_index = batch, bool(where)
-        self._effects.begin(batch, strategy.agreed)
+        self._effects.begin(batch.micro_batches[0], strategy.agreed, anew=batch.step == 0)
         self._versions.begin()
         self._stepped, self._scheduled, self._number, self._placed = [], 0, 0, None
         self._base = self._states.take(strategy.module)
@@ -311,7 +313,10 @@ class ManualSteps:
             self._strands, self._placed = {}, None
 
     def _meetings(self, lead: Strand) -> FinishedStep:
-        digest = self._divergence.digest(self._strategy)
+        strategy = self._strategy
+        digest = self._divergence.digest(
+            strategy.engine, strategy.module, strategy.optimizers, partial(further_state, strategy.trainer)
+        )
         while True:
             self._place(lead)
             self._target = self._bring(lead, None)

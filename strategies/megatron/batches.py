@@ -21,12 +21,11 @@ from unicron_lightning.data.seeding import RandomPurpose, place_seed, seed_all
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
 from unicron_lightning.strategies.megatron.checks import check_megatron_loader, check_validation_loader
-from unicron_lightning.strategies.metrics.recording import LogCall
-from unicron_lightning.strategies.metrics.sums import AllUsed, NormStatistics, StepSums
 from unicron_lightning.strategies.parallelism import FinishedStep
 from unicron_lightning.strategies.passes.evaluation import GlobalPasses, PassBatch
-from unicron_lightning.strategies.state.comparison import Divergence
-from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
+from unicron_lightning.worker.comparison import Divergence
+from unicron_lightning.worker.module_buffers import ModuleBuffers
+from unicron_lightning.worker.sums import AllUsed, LogCall, NormStatistics, StepSums
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.megatron.parallel import MegatronParallel

@@ -41,9 +41,9 @@ from unicron_lightning.strategies.megatron.checks import (
 )
 from unicron_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_scheduler, split_configuration
 from unicron_lightning.strategies.parallelism import Parallelism
-from unicron_lightning.strategies.session import Session
-from unicron_lightning.strategies.state.comparison import Divergence
+from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.engine import World
+from unicron_lightning.worker.session import Session
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy

@@ -17,7 +17,7 @@ from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 from unicron_lightning.strategies.megatron.parallel import MegatronParallel
-from unicron_lightning.strategies.state.comparison import Divergence, OnDivergence
+from unicron_lightning.worker.comparison import Divergence, OnDivergence
 
 
 class UnicronMegatronStrategy(FaultTolerantStrategy):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import torch
@@ -29,37 +28,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from unicron_lightning.data.loader import GlobalBatch
-
-Options = tuple[str, str, bool, bool, bool, bool, str, bool]
-"""fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx: the identity of a logged value."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogCall:
-    """One value that a step logged.
-
-    Attributes:
-        value: scalar; None for a torchmetrics object, whose attribute name is then ``metric``.
-        weight: batch size by which means are weighted.
-    """
-
-    options: Options
-    value: Tensor | None
-    weight: float
-    metric: str | None = None
-
-    def plain(self) -> list[Any]:
-        """Return the call as plain data."""
-        value = None if self.value is None else float(self.value)
-        return [list(self.options), value, self.weight, self.metric]
-
-    @classmethod
-    def from_plain(cls, data: Sequence[Any]) -> LogCall:
-        """Convert the result of `plain` back."""
-        options, value, weight, metric = data
-        scalar = None if value is None else torch.tensor(value, dtype=torch.float64)
-        return cls(options=tuple(options), value=scalar, weight=weight, metric=metric)
-
+from unicron_lightning.worker.sums import LogCall, Options
 
 Recording = tuple[Any, int | None, list[LogCall] | None]
 """A batch, its size if it is known, and the list that takes log calls; None: they are not recorded."""
@@ -318,28 +287,3 @@ def _reduction_name(function: Any) -> str:
             f"log a `torchmetrics.Metric` instance instead. Found: {function}"
         )
     return name
-
-
-def merge_calls(calls: Sequence[LogCall]) -> list[LogCall]:
-    """Merge to one call per logged value: means are weighted by batch size, as in Lightning's epoch means."""
-    grouped: dict[Options, list[LogCall]] = {}
-    for call in calls:
-        grouped.setdefault(call.options, []).append(call)
-    return [_merge(options, group) for options, group in grouped.items()]
-
-
-def _merge(options: Options, calls: Sequence[LogCall]) -> LogCall:
-    if len(calls) == 1 or calls[0].value is None:
-        return calls[0]
-    values = torch.stack([call.value.double().cpu().reshape(()) for call in calls if call.value is not None])
-    weights = torch.tensor([call.weight for call in calls], dtype=torch.float64)
-    match options[6]:
-        case "mean":
-            value = (values * weights).sum() / weights.sum()
-        case "sum":
-            value = values.sum()
-        case "min":
-            value = values.min()
-        case _:
-            value = values.max()
-    return LogCall(options=options, value=value, weight=float(weights.sum()))

@@ -28,15 +28,17 @@ from unicron_lightning.data.steps import PassLoader
 from unicron_lightning.data.streams import ENDS
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.step import ReplicaEvaluation
-from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype, merge_calls
-from unicron_lightning.strategies.metrics.sums import MetricState, StepMetrics, merge_metric_states, set_common_aside
+from unicron_lightning.strategies.metrics.recording import RecordingResults, logged_dtype
+from unicron_lightning.strategies.metrics.sums import StepMetrics, merge_metric_states, set_common_aside
 from unicron_lightning.strategies.passes.loaders import evaluation_loops, order_seed
-from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
+from unicron_lightning.worker.effects import MetricState
 from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.module_buffers import EvaluationBuffers
 from unicron_lightning.worker.operations import Evaluation
 from unicron_lightning.worker.rows import ReportSum
+from unicron_lightning.worker.sums import LogCall, merge_calls
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, Final
@@ -31,19 +31,20 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.training_epoch_loop import RestartStage, _TrainingEpochLoop
 from lightning.pytorch.trainer import call
-from torch import nn
 from torch.optim import Optimizer
 
 from unicron_lightning.data.seeding import random_states, restore_random_states
 from unicron_lightning.strategies.metrics.loggers import adopt_versions, cut_rows, versions
 from unicron_lightning.strategies.metrics.recording import RecordingResults
-from unicron_lightning.strategies.metrics.sums import StepMetrics, SumsLayout
+from unicron_lightning.strategies.metrics.sums import StepMetrics
 from unicron_lightning.strategies.state import callbacks
-from unicron_lightning.strategies.state.module_buffers import restore_unsaved, unsaved
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.model_state import layer_settings, set_layers
+from unicron_lightning.worker.module_buffers import restore_unsaved, unsaved
 from unicron_lightning.worker.operations import Agreement
+from unicron_lightning.worker.sums import SumsLayout
 
 logger = logging.getLogger(__name__)
 
@@ -101,16 +102,6 @@ def _restore_results(trainer: pl.Trainer, state: dict[str, Any], device: torch.d
     results.load_state(state["results"], device, trainer.lightning_module)
     results.at_epoch_start = state.get("epoch_metrics", results.at_epoch_start)
     StepMetrics(trainer.lightning_module).load_states(state["metric_states"])
-
-
-def share_initial(module: pl.LightningModule, engine: Engine) -> None:
-    """Copy rank 0's parameters and buffers to all ranks, seeded alike or not."""
-    with torch.no_grad():
-        tensors = [*module.parameters(), *module.buffers()]
-        operation = Agreement("initial_state", lambda rank: codec.encode(tensors) if rank == 0 else b"")
-        values = codec.decode(unpack_parts(engine.run(operation))[0])
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value)
 
 
 def parameter_state(trainer: pl.Trainer) -> dict[str, Any]:
@@ -478,35 +469,6 @@ def _add_group_once(optimizer: Optimizer, group: dict[str, Any]) -> None:
     known = {id(parameter) for each in optimizer.param_groups for parameter in each["params"]}
     if not any(id(parameter) in known for parameter in parameters):
         type(optimizer).add_param_group(optimizer, {**group, "params": parameters})
-
-
-_PLAIN: Final = (bool, int, float, type(None))
-
-
-def layer_settings(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the settings of the layers, by their names: of torch's all that are numbers, of others their mode.
-
-    A joiner's layers are new ones. A hook may set a layer's mode, the probability of a dropout or the momentum of batch
-    norm; `BaseFinetuning` starts and stops the tracking of statistics. No state dict has them.
-    """
-    return {name: dict(_settings_of_layer(layer)) for name, layer in module.named_modules()}
-
-
-def set_layers(module: nn.Module, settings: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set what `layer_settings` gave on another worker."""
-    for name, layer in module.named_modules():
-        for key, value in settings.get(name, {}).items():
-            if getattr(layer, key, None) != value:
-                setattr(layer, key, value)
-
-
-def _settings_of_layer(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    of_torch = any(
-        each.__module__.startswith("torch.nn.modules") for each in type(layer).__mro__ if each is not nn.Module
-    )
-    for key, value in vars(layer).items():
-        if key == "training" or (of_torch and not key.startswith("_") and isinstance(value, _PLAIN)):
-            yield key, value
 
 
 def leave_finished_epoch(loop: _FitLoop) -> None:

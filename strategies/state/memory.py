@@ -28,13 +28,13 @@ from unicron_lightning.replica.channels import PeerGroup, exchange
 from unicron_lightning.replica.fabric import EpochPlace, run_released
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.shared_memory import verified
-from unicron_lightning.strategies.session import FitPassed
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.operations import Agreement, Indivisible
+from unicron_lightning.worker.session import FitPassed
 from unicron_lightning.worker.staging import StagedVersion, Staging
 from unicron_lightning.worker.state_parts import DividedState, SharePart, joined, staged_parts
 

@@ -19,8 +19,8 @@ from joins.running import Alone, Site, World
 
 from unicron_lightning.cli.client import quoted
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
-from unicron_lightning.strategies.session import FitPassed
 from unicron_lightning.strategies.state.persisting import CheckpointLost
+from unicron_lightning.worker.session import FitPassed
 
 SECONDS: Final = 120.0
 """Most time of a case: one with writers of folders takes 40 s where four processes share a core."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from unicron_lightning.strategies.unicron import TrainedParameters
+from unicron_lightning.worker.buckets import TrainedParameters
 
 
 def net() -> nn.Sequential:

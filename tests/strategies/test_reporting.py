@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.reporting import StepReports, report_exception, told_flops
-from unicron_lightning.strategies.state.comparison import Divergence
+from unicron_lightning.strategies.reporting import report_exception, told_flops
 from unicron_lightning.worker.agreement import ParametersDiffer
+from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.engine import World
+from unicron_lightning.worker.reporting import StepReports
 
 
 class Module:

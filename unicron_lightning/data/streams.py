@@ -20,13 +20,12 @@ import hashlib
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -84,8 +83,9 @@ class _AsDevice:
 
     def __init__(self, device: int, devices: int, init: Callable[[int], None] | None) -> None:
         self._device, self._devices = device, devices
-        if isinstance(init, functools.partial) and init.func is pl_worker_init_function:
-            init = functools.partial(pl_worker_init_function, rank=device)
+        lightnings = getattr(sys.modules.get("lightning.fabric.utilities.seed"), "pl_worker_init_function", None)
+        if lightnings is not None and isinstance(init, functools.partial) and init.func is lightnings:
+            init = functools.partial(lightnings, rank=device)
         self._init = init
 
     def __call__(self, worker: int) -> None:
@@ -206,14 +206,14 @@ class StreamOpener:
 
     def length(self) -> int | None:
         """Return the number of batches of a stream; None if it is known only at the end, as that of several devices."""
-        return sized_len(self.loader) if self.once else None
+        return _length_of(self.loader) if self.once else None
 
     def expected(self) -> int | None:
         """Return the number of batches of the longest stream, if the data states it: nothing relies on that."""
         lengths: list[int | None] = []
         for device in range(self._devices):
             with self._seen_as(device):
-                lengths.append(sized_len(self.loader))
+                lengths.append(_length_of(self.loader))
         known = [length for length in lengths if length is not None]
         return max(known) if len(known) == len(lengths) else None
 
@@ -571,3 +571,11 @@ def _digest(batch: Any) -> str:
         NotPlainData: it has anything else than plain data and tensors.
     """
     return hashlib.sha256(codec.encode(batch)).hexdigest()
+
+
+def _length_of(loader: DataLoader[Any]) -> int | None:
+    """Return the length of a loader; None if it has none."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

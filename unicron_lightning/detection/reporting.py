@@ -39,7 +39,7 @@ def watch_exceptions() -> None:
 
 def report_unseen(error: BaseException) -> None:
     """Report an exception that has not been reported yet."""
-    module = sys.modules.get("unicron_lightning.strategies.session")
+    module = sys.modules.get("unicron_lightning.worker.session")
     control = module.control_of_process() if module is not None else None
     from unicron_lightning.detection.exceptions import describe
 

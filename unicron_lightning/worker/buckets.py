@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import ConfigError
@@ -94,12 +95,18 @@ class GradientBuckets(OfProcess):
         parameters: those that need gradients, in the model's order, without repeats.
         bucket_bytes: size at which a bucket is closed.
         overlap: whether reductions start during backward.
+
+    Attributes:
+        names, parameters: as above.
+        buckets: of the parameters.
+        refusal: message of the `ConfigError` that a backward raises now; empty: none is raised.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Parameter]], bucket_bytes: int, overlap: bool) -> None:
         named = list(parameters)
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
+        self.refusal = ""
         self._overlap = overlap
         self._groups = _group(self.parameters[::-1], bucket_bytes)
         self.buckets = [GradientBucket(group) for group in self._groups]
@@ -174,6 +181,8 @@ class GradientBuckets(OfProcess):
 
     def _hook(self, index: int, bucket: int) -> Callable[[Tensor], None]:
         def accumulated(_: Tensor) -> None:
+            if self.refusal:
+                raise ConfigError(self.refusal)
             if self._launch is not None:
                 self._complete(index, bucket, self._launch)
 
@@ -188,6 +197,26 @@ class GradientBuckets(OfProcess):
         while self._overlap and self._next < len(self._order) and self._pending[self._order[self._next]] == 0:
             launch(self._order[self._next])
             self._next += 1
+
+
+class TrainedParameters:
+    """The parameters of a model that need gradients.
+
+    Modules are walked through again when the optimizers have other parameters, or on request. A change in whether a
+    known parameter needs a gradient is always detected.
+    """
+
+    def __init__(self) -> None:
+        self._named: list[tuple[str, Parameter]] = []
+        self._optimized: list[int] = []
+
+    def find(self, module: nn.Module, optimizers: Sequence[Optimizer], *, anew: bool) -> list[tuple[str, Parameter]]:
+        """Return names and parameters, in the model's order, without repeats."""
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        optimized = [id(parameter) for group in groups for parameter in group["params"]]
+        if anew or optimized != self._optimized:
+            self._named, self._optimized = list(module.named_parameters()), optimized
+        return [(name, parameter) for name, parameter in self._named if parameter.requires_grad]
 
 
 def _views_of(flat: Tensor, group: Sequence[Parameter]) -> list[Tensor]:

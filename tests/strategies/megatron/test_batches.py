@@ -22,7 +22,7 @@ from unicron_lightning.strategies.megatron.batches import (
     StageSteps,
     stage_batch,
 )
-from unicron_lightning.strategies.state.comparison import Divergence
+from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.rows import ReportSum
 

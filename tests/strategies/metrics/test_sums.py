@@ -15,21 +15,15 @@ from worker.simulation import Coordinator, LateFault, run_threads
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.strategies.collectives.default_group import never
-from unicron_lightning.strategies.metrics.recording import LogCall, Options, RecordingResults, merge_calls
-from unicron_lightning.strategies.metrics.sums import (
-    NormStatistics,
-    StepMetrics,
-    StepSums,
-    SumsLayout,
-    merge_metric_states,
-    set_common_aside,
-)
-from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
+from unicron_lightning.strategies.metrics.recording import RecordingResults
+from unicron_lightning.strategies.metrics.sums import StepMetrics, merge_metric_states, set_common_aside
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.module_buffers import ModuleBuffers
 from unicron_lightning.worker.operations import Agreement
 from unicron_lightning.worker.step import GradientStep
+from unicron_lightning.worker.sums import LogCall, NormStatistics, Options, StepSums, SumsLayout, merge_calls
 
 
 def options(name: str, reduce: str = "mean") -> Options:

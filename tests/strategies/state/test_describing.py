@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from unicron_lightning.data.fetch import Fetcher
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.steps import IndexedSteps, StepPace, TrainingLoader
-from unicron_lightning.strategies.state.comparison import describe_data, describe_model, shared_state
+from unicron_lightning.strategies.state.comparison import describe_data, describe_model
+from unicron_lightning.worker.comparison import shared_state
 
 
 class Model(pl.LightningModule):

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from worker.simulation import Coordinator, Fault, Killed, run_threads
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums, SumsLayout
-from unicron_lightning.strategies.state.module_buffers import (
+from unicron_lightning.worker.buckets import GradientBuckets
+from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.module_buffers import (
     SMALL_BYTES,
     EvaluationBuffers,
     ModuleBuffers,
@@ -20,10 +21,9 @@ from unicron_lightning.strategies.state.module_buffers import (
     restore_unsaved,
     unsaved,
 )
-from unicron_lightning.worker.buckets import GradientBuckets
-from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement
 from unicron_lightning.worker.step import GradientStep
+from unicron_lightning.worker.sums import NormStatistics, StepSums, SumsLayout
 
 STEPS, MICRO_BATCHES = 5, 4
 

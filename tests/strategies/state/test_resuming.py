@@ -14,13 +14,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from unicron_lightning import wire
 from unicron_lightning.checkpoints.files import digest_of, located
-from unicron_lightning.strategies.state.checkpointing import (
-    CheckpointsChanged,
-    _agreed,
-    _Seen,
-    newest,
-    write_checkpoint,
-)
+from unicron_lightning.checkpoints.reported import CheckpointsChanged, _agreed, _Seen, newest
+from unicron_lightning.strategies.state.checkpointing import write_checkpoint
 from unicron_lightning.worker.engine import Engine
 
 CONTENT = {"state_dict": {"x": torch.arange(300_000.0)}, "global_step": 3}

@@ -19,7 +19,6 @@ from unicron_lightning.checkpoints.files import age, left_records, record_path
 from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.stacks import StackFile
-from unicron_lightning.strategies.collectives import default_group
 from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.communication.backends import DataPlane
 from unicron_lightning.worker.communication.gloo import leave_buried, wait_buried
@@ -76,6 +75,7 @@ class Session(OfProcess):
         left_out: number of these, which the task has finished.
         results: number and encoded results of the last ``fit`` that this worker has ended, and has not left out.
         record: path of this worker's record of its newest checkpoint, see `checkpoints.files`; "" without an agent.
+        closing: called when the session ends, before its communicator is released.
 
     Raises:
         ConfigError: under torchrun with another rendezvous back-end.
@@ -91,6 +91,7 @@ class Session(OfProcess):
         self.fits = self.left_out = 0
         self.results: tuple[int, str] | None = None
         self.record = ""
+        self.closing: Callable[[], None] = _nothing
         self._runs = 0
         self._stacks: StackFile | None = None
         self._siblings: EndingSiblings | None = None
@@ -228,7 +229,7 @@ class Session(OfProcess):
             self.control.wait_over()
         if self.engine.world.size > 1:
             time.sleep(_LINGER_SECONDS)
-        default_group.unregister()
+        self.closing()
         self.engine.close()
         self._plane.close()
         if not wait_buried(_BURIED_SECONDS):
@@ -265,6 +266,10 @@ class Session(OfProcess):
     def _on_failure(self, epoch: wire.Epoch) -> None:
         if self._ready_to_abort.is_set():
             self.engine.abort(epoch)
+
+
+def _nothing() -> None:
+    """Have nothing to release."""
 
 
 _shared: Session | None = None

@@ -19,12 +19,12 @@ is registered later, is treated as a cache, such as the angles of rotary embeddi
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import torch
-import torchmetrics
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
@@ -383,8 +383,10 @@ def check_registered(module: nn.Module, first: Collection[str]) -> None:
 def _buffers(module: nn.Module, *, norms: bool) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yield the buffers once each, without the states of metrics, and with the statistics of batch norm on request."""
     seen: set[int] = set()
+    # Importing it takes half a second: a module that has a metric has imported it.
+    metric = getattr(sys.modules.get("torchmetrics"), "Metric", ())
     for owner in module.modules():
-        if isinstance(owner, torchmetrics.Metric):
+        if isinstance(owner, metric):
             continue
         others = STATISTICS if isinstance(owner, _NormBase) and not norms else ()
         for name, tensor in owner._buffers.items():

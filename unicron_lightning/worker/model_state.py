@@ -1,0 +1,53 @@
+"""Initial state of a model that each worker holds, and settings of its layers that no state dict has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.codec import unpack_parts
+from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.operations import Agreement
+
+
+def share_initial(module: nn.Module, engine: Engine) -> None:
+    """Copy rank 0's parameters and buffers to all ranks, seeded alike or not."""
+    with torch.no_grad():
+        tensors = [*module.parameters(), *module.buffers()]
+        operation = Agreement("initial_state", lambda rank: codec.encode(tensors) if rank == 0 else b"")
+        values = codec.decode(unpack_parts(engine.run(operation))[0])
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+
+_PLAIN: Final = (bool, int, float, type(None))
+
+
+def layer_settings(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the settings of the layers, by their names: of torch's all that are numbers, of others their mode.
+
+    A joiner's layers are new ones. A hook may set a layer's mode, the probability of a dropout or the momentum of batch
+    norm; `BaseFinetuning` starts and stops the tracking of statistics. No state dict has them.
+    """
+    return {name: dict(_settings_of_layer(layer)) for name, layer in module.named_modules()}
+
+
+def set_layers(module: nn.Module, settings: Mapping[str, Mapping[str, Any]]) -> None:
+    """Set what `layer_settings` gave on another worker."""
+    for name, layer in module.named_modules():
+        for key, value in settings.get(name, {}).items():
+            if getattr(layer, key, None) != value:
+                setattr(layer, key, value)
+
+
+def _settings_of_layer(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    of_torch = any(
+        each.__module__.startswith("torch.nn.modules") for each in type(layer).__mro__ if each is not nn.Module
+    )
+    for key, value in vars(layer).items():
+        if key == "training" or (of_torch and not key.startswith("_") and isinstance(value, _PLAIN)):
+            yield key, value
