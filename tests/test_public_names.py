@@ -28,7 +28,7 @@ LEAST_USES = 2
 
 def test_the_public_names() -> None:
     strategies = ["UnicronFSDPStrategy", "UnicronMegatronStrategy", "UnicronStrategy"]
-    assert unicron_lightning.__all__ == ["LocalCluster", *strategies, "__version__"]
+    assert unicron_lightning.__all__ == ["LocalCluster", "Run", *strategies, "__version__"]
 
 
 def test_the_version_is_the_installed_one() -> None:

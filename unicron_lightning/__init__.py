@@ -12,15 +12,17 @@ from unicron_lightning.autoload import STRATEGIES, offer_strategy
 
 if TYPE_CHECKING:
     from unicron_lightning.local_cluster.cluster import LocalCluster
+    from unicron_lightning.loop.run import Run
     from unicron_lightning.strategies.fsdp.strategy import UnicronFSDPStrategy
     from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
     from unicron_lightning.strategies.unicron import UnicronStrategy
 
-__all__ = ["LocalCluster", "UnicronFSDPStrategy", "UnicronMegatronStrategy", "UnicronStrategy", "__version__"]
+__all__ = ["LocalCluster", "Run", "UnicronFSDPStrategy", "UnicronMegatronStrategy", "UnicronStrategy", "__version__"]
 
-_MODULES = {"LocalCluster": "unicron_lightning.local_cluster.cluster"} | {
-    name: module for module, name, _ in STRATEGIES.values()
-}
+_MODULES = {
+    "LocalCluster": "unicron_lightning.local_cluster.cluster",
+    "Run": "unicron_lightning.loop.run",
+} | {name: module for module, name, _ in STRATEGIES.values()}
 
 offer_strategy()
 

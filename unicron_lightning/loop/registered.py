@@ -1,0 +1,188 @@
+"""Models, optimizers and other objects that a loop's script has registered, as one state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn import Parameter
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from unicron_lightning import __version__
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.agreement import digest, part_of
+from unicron_lightning.worker.buckets import TrainedParameters
+from unicron_lightning.worker.comparison import comparable, describe_optimizer, plain_text, shared_state
+from unicron_lightning.worker.model_state import layer_settings, set_layers
+from unicron_lightning.worker.module_buffers import restore_unsaved, unsaved
+
+RESERVED: Final = "unicron_loop"
+"""Key of a checkpoint for all that is no model."""
+
+
+class Registered:
+    """What takes part in a run.
+
+    Attributes:
+        module: has the registered modules as its children.
+        optimizers: by name.
+        others: objects with a state that are neither modules nor optimizers, by name.
+        scaler: of the losses; None: they are not scaled.
+    """
+
+    def __init__(self) -> None:
+        self.module = nn.Module()
+        self.optimizers: dict[str, Optimizer] = {}
+        self.others: dict[str, Any] = {}
+        self.scaler: GradScaler | None = None
+        self._trained = TrainedParameters()
+
+    def add(self, name: str, value: Any) -> None:
+        """Add an object.
+
+        Raises:
+            ConfigError: the name is taken, or the object cannot take part.
+        """
+        taken = {*self.optimizers, *self.others, RESERVED}
+        if name in taken or hasattr(self.module, name):
+            raise ConfigError(f"register({name}={_named(value)}): the name {name!r} is taken; expected another one")
+        if isinstance(value, nn.Module):
+            _check_module(name, value)
+            self.module.add_module(name, value)
+        elif isinstance(value, Optimizer):
+            if isinstance(value, LBFGS):
+                raise ConfigError(
+                    f"register({name}=LBFGS) calls its closure several times per step; expected a first-order optimizer"
+                )
+            self.optimizers[name] = value
+        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            self.others[name] = value
+            if isinstance(value, GradScaler):
+                self.scaler = value
+        else:
+            raise ConfigError(
+                f"register({name}={_named(value)}): expected a module, an optimizer, or an object with state_dict() "
+                "and load_state_dict()"
+            )
+
+    def check(self) -> None:
+        """Require a model, and optimizers of its parameters.
+
+        Raises:
+            ConfigError: there is none, or an optimizer has other parameters.
+        """
+        known = {id(parameter) for parameter in self.module.parameters()}
+        if not known or not self.optimizers:
+            raise ConfigError(
+                f"registered are the modules {[*dict(self.module.named_children())]} and the optimizers "
+                f"{[*self.optimizers]}: expected at least one of each, by run.register(model=..., optimizer=...)"
+            )
+        for name, optimizer in self.optimizers.items():
+            strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+            if strangers:
+                raise ConfigError(
+                    f"the optimizer {name!r} has a parameter of shape {tuple(strangers[0].shape)} that no registered "
+                    "module has: register all modules that it trains"
+                )
+
+    def trained(self, *, anew: bool) -> list[tuple[str, Parameter]]:
+        """Return names and parameters that an optimizer has and that need gradients, in the models' order."""
+        optimizers = [*self.optimizers.values()]
+        optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        return [each for each in self._trained.find(self.module, optimizers, anew=anew) if id(each[1]) in optimized]
+
+    # ---- the state
+
+    def models(self) -> dict[str, Any]:
+        """Return the state of each module, by name."""
+        return {name: module.state_dict() for name, module in self.module.named_children()}
+
+    def rest(self) -> dict[str, Any]:
+        """Return the state without `models`."""
+        return {
+            "optimizers": {name: each.state_dict() for name, each in self.optimizers.items()},
+            "others": {name: each.state_dict() for name, each in self.others.items()},
+            "requires_grad": [parameter.requires_grad for parameter in self.module.parameters()],
+            "buffers": unsaved(self.module),
+            "layers": layer_settings(self.module),
+        }
+
+    def load(self, models: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+        """Restore the state of another worker, or of a checkpoint.
+
+        Raises:
+            ConfigError: it has other objects than are registered.
+        """
+        mine = {*models_of(self.module), *self.optimizers, *self.others}
+        theirs = {*models, *rest["optimizers"], *rest["others"]}
+        if mine != theirs:
+            raise ConfigError(f"registered are {sorted(mine)}, but the state has {sorted(theirs)}: expected the same")
+        for name, module in self.module.named_children():
+            module.load_state_dict(models[name])
+        for parameter, needed in zip(self.module.parameters(), rest["requires_grad"], strict=True):
+            parameter.requires_grad_(needed)
+        restore_unsaved(self.module, rest["buffers"])
+        for part, objects in (("optimizers", self.optimizers), ("others", self.others)):
+            for name, each in objects.items():
+                each.load_state_dict(rest[part][name])
+        set_layers(self.module, rest["layers"])
+
+    # ---- comparison
+
+    def describe(self) -> dict[str, str]:
+        """Describe what must be equal on all workers."""
+        named = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.module.named_parameters()]
+        frozen = [name for name, parameter in self.module.named_parameters() if not parameter.requires_grad]
+        versions = (torch.__version__, __version__)
+        return {
+            "versions": "torch {}, unicron-lightning {}".format(*(each.partition("+")[0] for each in versions)),
+            "parameters": f"{len(named)}, digest of names, shapes and dtypes {digest(named)}",
+            "requires_grad": f"False for {len(frozen)} parameters, digest of their names {digest(frozen)}",
+            "optimizer": ", ".join(f"{name} {describe_optimizer(each)}" for name, each in self.optimizers.items()),
+            "scheduler": ", ".join(
+                f"{name} {type(each).__qualname__}({plain_text(shared_state(each))})" for name, each in self._shared()
+            ),
+            "others": ", ".join(f"{name} {type(each).__qualname__}" for name, each in self.others.items()),
+        }
+
+    def numbers(self, names: Mapping[int, str]) -> dict[str, int]:
+        """Return numbers of the state beside tensors of modules and optimizers, as of `Divergence.digest`."""
+        frozen = [names[id(each)] for each in self.module.parameters() if not each.requires_grad]
+        found = {"requires_grad": part_of(frozen)}
+        for name, each in self._shared():
+            found |= {f"{key} of {name}": part_of(comparable(value)) for key, value in shared_state(each).items()}
+        return found
+
+    def _shared(self) -> Iterator[tuple[str, Any]]:
+        """Yield the objects whose states are equal on all workers."""
+        for name, each in self.others.items():
+            if isinstance(each, LRScheduler | GradScaler):
+                yield name, each
+
+
+def models_of(module: nn.Module) -> list[str]:
+    """Return the names of a module's children."""
+    return [name for name, _ in module.named_children()]
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        raise ConfigError(
+            f"register({name}={_named(module)}): step.run() reduces the gradients; register the module without its "
+            "wrapper, and leave out init_process_group()"
+        )
+    for place, child in module.named_modules():
+        if any(each.__module__.startswith("torchmetrics.") for each in type(child).__mro__):
+            raise ConfigError(
+                f"register({name}=...): {place!r} is a {_named(child)} of torchmetrics, whose state would be that of "
+                "this rank's micro-batches; return values from the function of step.run() instead"
+            )
+
+
+def _named(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

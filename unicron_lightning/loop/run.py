@@ -1,0 +1,559 @@
+"""A training loop in plain PyTorch that continues through failures, without Lightning: docs/loop.md.
+
+The script's loop body is a step: it runs its micro-batches by `LoopStep.run`, the only place where failures are
+recovered, and steps its optimizers. Between two bodies is the step boundary: there workers join and leave, the task
+pauses, and checkpoints are written. The operations are those of the Lightning strategies, as are the order of the data
+and the random state.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from unicron_lightning.checkpoints.files import leave_record, located
+from unicron_lightning.checkpoints.reported import ReportedCheckpoints, newest, write_file
+from unicron_lightning.checkpoints.saving import WriteFile
+from unicron_lightning.data.fetch import Fetcher
+from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.data.seeding import random_states, restore_random_states
+from unicron_lightning.data.steps import IndexedSteps, StepPace
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.loop.evaluation import LoopEvaluation
+from unicron_lightning.loop.registered import RESERVED, Registered
+from unicron_lightning.loop.steps import LoopStep, LoopSteps
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.agreement import digest
+from unicron_lightning.worker.codec import unpack_parts
+from unicron_lightning.worker.communication.communicator import STOP
+from unicron_lightning.worker.comparison import Comparison, Divergence, OnDivergence
+from unicron_lightning.worker.control.thread import terminable
+from unicron_lightning.worker.engine import Engine, World
+from unicron_lightning.worker.model_state import share_initial
+from unicron_lightning.worker.operations import Agreement, Join, Parting
+from unicron_lightning.worker.reporting import report_error
+from unicron_lightning.worker.rows import shares_of
+from unicron_lightning.worker.session import Session
+from unicron_lightning.worker.sums import SumsLayout
+
+logger = logging.getLogger(__name__)
+
+_MIB: Final = 1 << 20
+
+
+class Run:
+    """This worker's part in a task, under ``torchrun --rdzv-backend unicron``; in one process it needs no torchrun.
+
+    Args:
+        data: a map-style data set, or a `DataLoader` over one, whose sampler, workers and collate function are used.
+        global_batch_size: samples of an optimizer step over all ranks, whatever their number; or a mapping of data
+            epochs to the sizes from each on, the first one 0.
+        micro_batch_size: samples of a forward and backward; of a `DataLoader`, its own batch size by default.
+        seed: of order and random state; None: the first rank's `torch.initial_seed`.
+        shuffle: whether a data set's order is another one in each data epoch; a `DataLoader` has its own sampler.
+        device: of the models; None: the GPU of the local rank, or the CPU.
+        checkpoints: folder of `save` and of pauses, which all workers see.
+        compare: workers compare their settings when the task begins and at each join.
+        digest_every: steps between two comparisons of the workers' states; 0: never.
+        on_divergence: as of `UnicronStrategy`.
+        bucket_mib: size of a gradient bucket, in MiB.
+        overlap: whether reductions start during the last micro-batch's backward.
+
+    Attributes:
+        registered: what takes part.
+        divergence: compares the workers' states.
+        should_stop: set True on any rank, ends the loop on all after a step.
+        global_step: finished optimizer steps.
+        current_epoch: data epoch, from 0.
+        device, seed: as above.
+
+    Raises:
+        ConfigError: for settings that contradict each other; the message quotes them.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        global_batch_size: int | Mapping[int, int],
+        micro_batch_size: int | None = None,
+        seed: int | None = None,
+        shuffle: bool = True,
+        device: torch.device | str | None = None,
+        checkpoints: str | os.PathLike[str] = "checkpoints",
+        compare: bool = True,
+        digest_every: int = 100,
+        on_divergence: OnDivergence = "heal",
+        bucket_mib: float = 25.0,
+        overlap: bool = True,
+    ) -> None:
+        self._loader = _loader(data, micro_batch_size, shuffle=shuffle)
+        self._shape = _shape(global_batch_size, micro_batch_size or self._loader.batch_size)
+        _check_number("seed", seed, least=0)
+        if bucket_mib <= 0:
+            raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
+        if "://" in str(checkpoints):
+            raise ConfigError(f"checkpoints={str(checkpoints)!r}: expected a folder that all workers see")
+        self.device = _device(device)
+        self.divergence = Divergence(digest_every, on_divergence)
+        self.registered = Registered()
+        self.should_stop = False
+        self.global_step = self.current_epoch = 0
+        self.seed = 0 if seed is None else seed
+        self._given_seed = seed
+        self._checkpoints = Path(checkpoints)
+        self._step_in_epoch = self._passes = 0
+        self._session, self._is_new = Session.of_process(self.device, self._shape.micro_batches, _on_world)
+        self._comparison = Comparison(lambda: self._session, active=compare)
+        self._reported = ReportedCheckpoints()
+        self._steps = LoopSteps(self, int(bucket_mib * _MIB), overlap=overlap)
+        self._data: IndexedSteps | None = None
+        self._current: LoopStep | None = None
+        self._begun = self._active = self._checked = self._parts = False
+        self._error: BaseException | None = None
+        self._given: str | None = None
+        self._pending: str | None = None
+        """Path of the checkpoint that is due at the end of the present body."""
+
+    @property
+    def engine(self) -> Engine:
+        """This worker's engine."""
+        return self._session.engine
+
+    @property
+    def global_rank(self) -> int:
+        """This worker's rank in the present world."""
+        return self.engine.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the present world."""
+        return self.engine.world.size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker is the first rank and a member, e.g. to print or to write files."""
+        return self.engine.has_state and self.global_rank == 0
+
+    # ---- the script's calls
+
+    def register(self, **objects: Any) -> None:
+        """Have objects take part: their states reach joiners and checkpoints, and optimizers' parameters are trained.
+
+        Args:
+            objects: modules, optimizers, and what has ``state_dict`` and ``load_state_dict`` (schedules, a GradScaler,
+                averages, the script's own), by names that checkpoints use.
+
+        Raises:
+            ConfigError: an object has no state, or a loop has begun.
+        """
+        if self._begun:
+            raise ConfigError(f"register({', '.join(objects)}) after the first step: call it before run.steps()")
+        for name, value in objects.items():
+            self.registered.add(name, value)
+
+    def steps(self, max_steps: int | None = None, *, max_epochs: int | None = None) -> Iterator[LoopStep]:
+        """Yield the steps of the training, from where the task is, up to a limit of `global_step` or `current_epoch`.
+
+        A further call is a further loop of the script, which continues to count. A worker that starts while the task
+        is in a later loop leaves out those before it: their bodies do not run there.
+
+        Raises:
+            ConfigError: without a limit, or within another loop; what is registered is not complete.
+        """
+        _check_number("max_steps", max_steps, least=0)
+        _check_number("max_epochs", max_epochs, least=0)
+        if max_steps is None and max_epochs is None:
+            raise ConfigError("run.steps() has no limit: expected run.steps(max_steps) or run.steps(max_epochs=...)")
+        if self._active:
+            raise ConfigError("run.steps() within the loop of another run.steps(): end that one first")
+        self.check_whole()
+        self.registered.check()
+
+        def reached() -> bool:
+            done = max_steps is not None and self.global_step >= max_steps
+            return done or (max_epochs is not None and self.current_epoch >= max_epochs)
+
+        return self._loop(reached)
+
+    def evaluate(self, data: Any, function: Callable[[Any], Any], *, batch_size: int | None = None) -> Any:
+        """Evaluate the models on data that is divided over the ranks; return the means over all samples.
+
+        Layers are in their mode for evaluation, without graphs, and buffers stay as they are. All ranks must call it at
+        the same place, between steps or within a body.
+
+        Args:
+            data: a map-style data set, or a `DataLoader` over one.
+            function: given a batch, returns a scalar, the mean of its samples, or a mapping of such.
+            batch_size: of a data set.
+        """
+        loader = _loader(data, batch_size, shuffle=False)
+        self.check_whole()
+        self._passes += 1
+        place = (self.seed, self.current_epoch, self._passes)
+        with self.failing():
+            means = LoopEvaluation(self.engine, self.registered.module, loader, function, place).means()
+        self.engine.activity.enter("hooks")
+        return means
+
+    def save(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Write a checkpoint, from which the task also resumes if no worker survives; return its path.
+
+        Within the body of a loop it is written at the body's end, so that it is that of a step boundary. Outside, it is
+        written at once. All ranks must call it at the same place.
+
+        Args:
+            path: of the file; None: one with the number of the step, in the folder of `Run`.
+        """
+        if path is not None and "://" in str(path):
+            raise ConfigError(f"run.save({str(path)!r}): expected a path that all workers see")
+        step = self.global_step + (self._current is not None)
+        found = located(self._checkpoints / f"step={step}.ckpt" if path is None else path)
+        if self._current is not None:
+            self._pending = found
+            return found
+        if not self._begun:
+            raise ConfigError(f"run.save({found!r}) before the first loop: there is nothing to save")
+        self._write(found)
+        return found
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Begin the first loop with a checkpoint of `save`; one that the task itself has written later comes first."""
+        if self._begun:
+            raise ConfigError(f"run.load({str(path)!r}) after the first step: call it before run.steps()")
+        self._given = located(path)
+
+    # ---- a loop
+
+    def _loop(self, reached: Callable[[], bool]) -> Iterator[LoopStep]:
+        if self._active:
+            raise ConfigError("two loops of run.steps() at a time: end the other one first")
+        self._active = self._begun = True
+        self.should_stop = self.engine.wants_stop = self.engine.stops = False
+        try:
+            if not self._begin():
+                return
+            self._session.runs(active=True)
+            assert self._data is not None
+            while not reached():
+                if not self._data.number(self.current_epoch):
+                    raise ConfigError(f"the data has no step in epoch {self.current_epoch}: it is empty")
+                for batch in self._data.epoch():
+                    last = batch.step + 1 == self._data.number(batch.epoch)
+                    self._current = LoopStep(self._steps, batch, self.global_step + 1, ends_epoch=last)
+                    yield self._current
+                    self._finish(ends_epoch=last)
+                    if reached() or self._stops():
+                        return
+                    if last:
+                        break
+        finally:
+            self._end()
+
+    def _finish(self, *, ends_epoch: bool) -> None:
+        """Count the step whose body has ended, and write its checkpoint if one is due."""
+        assert self._current is not None
+        self.check_whole()
+        self._current.end()
+        self._current = None
+        self.global_step += 1
+        self.current_epoch += ends_epoch
+        self._step_in_epoch = 0 if ends_epoch else self._step_in_epoch + 1
+        if self._pending is not None:
+            path, self._pending = self._pending, None
+            self._write(path)
+
+    def _end(self) -> None:
+        """End a loop: it is over, the script has left it, or an exception has ended it."""
+        if self._pending is not None:
+            logger.warning("checkpoint_left_out path=%s reason=the loop was left within the body", self._pending)
+            self._pending = None
+        if self._current is not None:
+            self._current.end()
+            self._current = None
+        if self._data is not None:
+            self._data.close()
+            self._data = None
+        self._steps.close()
+        self._active = False
+        self._session.runs(active=False)
+        self.engine.activity.enter("over")
+
+    def _stops(self) -> bool:
+        """Whether the ranks have agreed on the end of the loop; see `strategies.stopping`, which does the same."""
+        engine = self.engine
+        if engine.stops:
+            engine.wants_stop = engine.stops = False
+            return True
+        if not self.should_stop or engine.world.size == 1:
+            return self.should_stop
+        agreed = bool(engine.run(Agreement(STOP, lambda rank: b"stop")))
+        engine.wants_stop = not agreed
+        return agreed
+
+    def _begin(self) -> bool:
+        """Begin a loop with the task's state; return False if the task has finished this loop."""
+        session, engine = self._session, self.engine
+        session.fits += 1
+        self._reported.fit = session.fits
+        if session.control is not None:
+            session.control.fit = session.fits
+        if session.is_joiner and not engine.has_state:
+            if session.is_past():
+                return self._leave_out()
+            self._join()
+            return True
+        if self._is_new:
+            self._is_new = False
+            session.find_unreported()
+            if self._given_seed is None:
+                own = codec.encode(torch.initial_seed() & 0xFFFFFFFF)
+                self.seed = codec.decode(unpack_parts(engine.run(Agreement("seed", lambda rank: own)))[0])
+        session.record_fit()
+        known = [each for each in session.resume if each.fit >= session.fits]
+        if known:
+            with newest(engine, known, divided=False) as (opened, checkpoint):
+                if checkpoint.fit != session.fits:
+                    return self._leave_out()
+                session.resume = ()
+                self._read(opened.path)
+                if not checkpoint.life:  # found by its record
+                    self._reported.written(session.control, checkpoint.path, checkpoint.step, checkpoint.digest)
+                if session.control is not None and engine.world.rank == 0:
+                    session.control.event("state_restored", tier="disk", step=checkpoint.step, path=opened.name)
+        elif session.fits == 1 and self._given is not None:
+            self._read(self._given)
+        elif session.fits == 1 and engine.world.size > 1:
+            share_initial(self.registered.module, engine)
+        if self._data is None:
+            self._open_data()
+        return True
+
+    def _leave_out(self) -> bool:
+        self._session.left_out += 1
+        logger.warning("loop_left_out number=%d reason=the task has finished it", self._session.fits)
+        return False
+
+    def _join(self) -> None:
+        """Join the task with its state."""
+        session = self._session
+        session.wait_admission()
+        join = Join(dict)
+        self.engine.run(join)
+        state: dict[str, Any] = join.received
+        session.check_fit(state["fit"])
+        self.seed = state["seed"]
+        self._open_data()
+        self._describe()
+        self._comparison.check(state["described"])
+        self._take(state["models"], state)
+        self._checked, self._parts = True, join.parts
+        if session.control is not None:
+            session.control.event("state_restored", tier="peer", step=self.engine.step)
+        self.divergence.expect(joined=True)
+
+    def _open_data(self) -> None:
+        order = DataOrder(self._loader, self._shape, self.seed)
+        pace = StepPace(
+            position=lambda: (self.current_epoch, self._step_in_epoch), share=self._share, boundary=self._boundary
+        )
+        self._data = IndexedSteps(order, partial(Fetcher, self._loader, order, self.seed), pace)
+
+    def _share(self, micro_batches: range) -> list[int]:
+        world = self.engine.world
+        return [micro_batches[number] for number in shares_of(range(len(micro_batches)), world.size)[world.rank]]
+
+    # ---- between two steps
+
+    def _boundary(self) -> None:
+        """Enter or leave worlds: the only place where a world grows, or is left on order."""
+        engine = self.engine
+        engine.activity.enter("boundary")
+        engine.step = self.global_step
+        self._session.joins = False
+        with self.failing():
+            if not self._checked:
+                self._checked = True
+                codec.check(self._state())
+                self._describe()
+                self._comparison.agree("training")
+            join = Join(self._state)
+            engine.switch(join)
+            if join.admits:
+                self.divergence.expect(joined=False)
+            if join.parts or self._parts:
+                self._part()
+        engine.activity.enter("hooks")
+
+    def _describe(self) -> None:
+        self._comparison.begin(lambda: {"seed": f"{self._given_seed}", **self.registered.describe()})
+        self._comparison.add_data(self._describe_data)
+
+    def _describe_data(self) -> dict[str, str]:
+        assert self._data is not None
+        steps = self._data.number(0)
+        orders = [(step, self._data.samples(step)) for step in dict.fromkeys((0, steps // 2)) if step < steps]
+        rounds = f", with a schedule of rounds {dict(self._shape.schedule)}" if self._shape.schedule else ""
+        return {
+            "data length": f"{steps} steps of {self._shape.micro_batches} micro-batches an epoch{rounds}",
+            "data order": f"digest of the samples of steps {[step for step, _ in orders]} {digest(orders)}",
+        }
+
+    def _part(self) -> None:
+        """End a life whose task pauses: write a checkpoint, and wait for the end of this process."""
+        engine, control = self.engine, self.engine.control
+        assert control is not None
+        name = "last-pause" if engine.world.kind == "pause" else engine.world.kind
+        path = located(self._checkpoints / f"{name}-step={self.global_step}.ckpt")
+        with terminable(), engine.activity.during("checkpoint"):
+            self._write(path)
+            word = msgspec.structs.replace(self._reported.saved[path], parting=True)
+            engine.run(Parting(lambda: control.send(word)))
+
+    # ---- the state
+
+    def _state(self) -> dict[str, Any]:
+        """Return the state at a step boundary, for a joiner or a checkpoint."""
+        return {
+            "models": self.registered.models(),
+            **self.registered.rest(),
+            "position": [self.global_step, self.current_epoch, self._step_in_epoch, self._passes],
+            "layouts": [layout.state() for layout in self._steps.layouts],
+            "random": random_states(),
+            "seed": self.seed,
+            "fit": self._session.fits,
+            "described": self._comparison.described,
+        }
+
+    def _take(self, models: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        self.registered.load(models, state)
+        self.global_step, self.current_epoch, self._step_in_epoch, self._passes = state["position"]
+        self._steps.layouts = [SumsLayout() for _ in state["layouts"]]
+        for layout, found in zip(self._steps.layouts, state["layouts"], strict=True):
+            layout.load_state(found)
+        restore_random_states(state["random"])
+
+    def _write(self, path: str) -> None:
+        """Write a checkpoint by one worker, or by another one if that one dies meanwhile, and report it."""
+        session, engine = self._session, self.engine
+        state = self._state()
+        models = state.pop("models")
+
+        def write(*_: Any) -> str:
+            found = write_file({**models, RESERVED: codec.encode(state)}, Path(path))
+            if session.record:
+                leave_record(Path(session.record), path, self.global_step, found, session.fits)
+            return found
+
+        with self.failing(), engine.activity.during("checkpoint"):
+            written = engine.run(WriteFile(write)).decode()
+        self._reported.written(engine.control, path, self.global_step, written)
+
+    def _read(self, path: str) -> None:
+        """Restore a checkpoint; no code in the file is run."""
+        models = torch.load(path, map_location="cpu", weights_only=True)
+        saved = models.pop(RESERVED, None) if isinstance(models, dict) else None
+        if saved is None:
+            raise ConfigError(f"{path} is no checkpoint of run.save(): it has no {RESERVED!r}")
+        state = codec.decode(saved)
+        self.seed = state["seed"]
+        self._take(models, state)
+
+    # ---- errors
+
+    def check_whole(self) -> None:
+        """Refuse to continue after an exception in the middle of an operation, in which this worker left the others.
+
+        Raises:
+            ConfigError: there was one.
+        """
+        if self._error is not None:
+            raise ConfigError(
+                f"the run has ended with {self._error!r:.200}, and the other ranks continue without this worker: let "
+                "the exception end the script"
+            )
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Inside, an exception ends the run, and is reported."""
+        try:
+            yield
+        except BaseException as error:
+            self._error = error
+            report_error(self.engine.control, error, self.engine)
+            raise
+
+
+def _on_world(world: World) -> None:
+    if world.epoch > 0:
+        logger.info("world_entered epoch=%d kind=%s rank=%d size=%d", world.epoch, world.kind, world.rank, world.size)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def _loader(data: Any, batch_size: int | None, *, shuffle: bool) -> DataLoader[Any]:
+    """Return data as a loader.
+
+    Raises:
+        ConfigError: it cannot be read by index, or the batch size is missing or contradicts the loader's.
+    """
+    _check_number("the batch size", batch_size, least=1)
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ConfigError(
+            f"the data is a {type(dataset).__qualname__}: expected a data set with __getitem__ and __len__, or a "
+            "DataLoader over one; micro-batches are read by number, so that those of a lost rank can be read again"
+        )
+    if not isinstance(data, DataLoader):
+        if batch_size is None:
+            raise ConfigError(
+                f"the data is a {type(data).__qualname__} without a batch size: give one, or give a DataLoader"
+            )
+        return DataLoader(data, batch_size=batch_size, shuffle=shuffle)
+    if batch_size is not None and data.batch_size not in (None, batch_size):
+        raise ConfigError(f"a batch size of {batch_size}, but DataLoader(batch_size={data.batch_size}): leave one out")
+    return data
+
+
+def _shape(global_batch_size: int | Mapping[int, int], micro_batch_size: int | None) -> StepShape:
+    """Return the composition of steps: rounds of one micro-batch each.
+
+    Raises:
+        ConfigError: a size is no number, or does not divide.
+    """
+    if micro_batch_size is None:
+        raise ConfigError("the DataLoader has a batch sampler of its own: give micro_batch_size, the usual size")
+    sizes = dict(global_batch_size) if isinstance(global_batch_size, Mapping) else {0: global_batch_size}
+    if 0 not in sizes:
+        raise ConfigError(f"global_batch_size={sizes}: expected a size from epoch 0 on")
+    for epoch, size in sizes.items():
+        _check_number("an epoch of global_batch_size", epoch, least=0)
+        _check_number("global_batch_size", size, least=1)
+        if size % micro_batch_size:
+            raise ConfigError(
+                f"global_batch_size={size} is no multiple of micro_batch_size={micro_batch_size}; expected one, such "
+                f"as {-(-size // micro_batch_size) * micro_batch_size}"
+            )
+    rounds = tuple(sorted((epoch, size // micro_batch_size) for epoch, size in sizes.items()))
+    most = max(number for _, number in rounds)
+    return StepShape(devices=1, accumulation=most, schedule=rounds if len(rounds) > 1 else ())
+
+
+def _check_number(name: str, value: Any, *, least: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ConfigError(f"{name}={value!r}: expected a whole number of at least {least}")

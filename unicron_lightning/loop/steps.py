@@ -1,0 +1,289 @@
+"""A step of a loop: the script's function runs for each micro-batch of this rank, and again for those of a lost one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.data.seeding import RandomPurpose, place_seed, preserved, seed_all
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.loop.registered import Registered
+from unicron_lightning.worker.agreement import NO_DIGEST, StateDigest, part_of
+from unicron_lightning.worker.buckets import GradientBuckets
+from unicron_lightning.worker.effects import Effects
+from unicron_lightning.worker.reporting import StepReports
+from unicron_lightning.worker.step import GradientStep
+from unicron_lightning.worker.sums import LogCall, Options, StepSums, SumsLayout
+
+if TYPE_CHECKING:
+    from unicron_lightning.loop.run import Run
+
+LOSS: Final = "loss"
+_BACKWARD: Final = (
+    "backward() was called by the script: the function of step.run() returns the loss, and step.run() calls backward "
+    "and sums the gradients over the ranks. Use torch.autograd.grad for others"
+)
+
+
+class LoopStep:
+    """An optimizer step of a loop, valid until the loop asks for the next one.
+
+    Args:
+        steps: runs it.
+        batch: locates the samples.
+        number: of the step.
+        ends_epoch: whether it is the last one of its data epoch.
+
+    Attributes:
+        number: of this step in the run, from 1: ``run.global_step`` after it.
+        epoch: of the data, from 0.
+        ends_epoch: as above.
+    """
+
+    def __init__(self, steps: LoopSteps, batch: GlobalBatch, number: int, *, ends_epoch: bool) -> None:
+        self.number = number
+        self.epoch = batch.epoch
+        self.ends_epoch = ends_epoch
+        self._steps: LoopSteps | None = steps
+        self._batch = batch
+        self._calls = 0
+        self._logged: dict[str, float] = {}
+
+    def run(self, function: Callable[[Any], Any]) -> Any:
+        """Run forward and backward of all micro-batches of the step, over all ranks and through failures.
+
+        Afterwards each trained parameter's ``grad`` is that of the mean loss of the global batch, the same on all
+        ranks. Gradients from before are discarded. It may be called several times in a step, each time with all of the
+        step's micro-batches, e.g. for the two models of a GAN.
+
+        Args:
+            function: given a micro-batch as the data loader yields it, returns its loss, a scalar tensor; or a mapping
+                with the loss as "loss", and further scalars. It is called for each micro-batch of this rank, and for
+                those of lost ranks: what it does beside gradients and the models' buffers is not undone.
+
+        Returns:
+            The mean over the micro-batches, the same on all ranks: float64 tensors without a graph, in the function's
+            form.
+
+        Raises:
+            ConfigError: the function returned no loss, or called ``backward`` itself.
+        """
+        call, self._calls = self._calls, self._calls + 1
+        found = self._of("run").run(self._batch, function, call)
+        self._logged = {LOSS: float(found[LOSS] if isinstance(found, dict) else found)}
+        return found
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all trained parameters, as `torch.nn.utils.clip_grad_norm_`; return their norm.
+
+        With a registered scaler they are divided by its scale before, unless the script has done so.
+        """
+        steps = self._of("clip_grad_norm_")
+        if not self._calls:
+            raise ConfigError(f"step.clip_grad_norm_({max_norm}): there are no gradients before step.run()")
+        return steps.clip(max_norm, norm_type)
+
+    def log(self, **values: float | Tensor) -> None:
+        """Report values that are equal on all ranks, such as those that `run` returned, to the coordinator.
+
+        Raises:
+            ConfigError: a value is no number.
+        """
+        steps = self._of("log")
+        for name, value in values.items():
+            self._logged[name] = float(_scalar(f"step.log({name}=...)", value))
+        if steps.run_of.engine.control is not None:
+            steps.run_of.engine.control.progress(steps.run_of.engine.step, self._logged, self._batch.num_samples())
+
+    def end(self) -> None:
+        """End the step's validity."""
+        self._steps = None
+
+    def _of(self, method: str) -> LoopSteps:
+        if self._steps is None:
+            raise ConfigError(f"step.{method}() of step {self.number}, which is over; use the loop's present step")
+        return self._steps
+
+
+class LoopSteps:
+    """Runs the steps of a run.
+
+    Args:
+        run: whose steps they are.
+        bucket_bytes: size of a gradient bucket.
+        overlap: whether reductions start during the last micro-batch's backward.
+
+    Attributes:
+        run_of: as above.
+        layouts: agreements on the sums of the first call of `LoopStep.run` in a step, the second one, etc.
+    """
+
+    def __init__(self, run: Run, bucket_bytes: int, *, overlap: bool) -> None:
+        self.run_of = run
+        self.layouts: list[SumsLayout] = []
+        self._options = bucket_bytes, overlap
+        self._gradients: GradientBuckets | None = None
+        self._effects: Effects | None = None
+        self._reports = StepReports()
+
+    @property
+    def _registered(self) -> Registered:
+        return self.run_of.registered
+
+    def run(self, batch: GlobalBatch, function: Callable[[Any], Any], call: int) -> Any:
+        """Run a step's micro-batches; see `LoopStep.run`."""
+        run, engine = self.run_of, self.run_of.engine
+        run.check_whole()
+        while len(self.layouts) <= call:
+            self.layouts.append(SumsLayout())
+        if self._effects is None:
+            self._effects = Effects(self._registered.module, None, frozen=True)
+        gradients, effects, layout = self._buckets(anew=batch.step == 0), self._effects, self.layouts[call]
+        gradients.begin()
+        effects.begin(batch.micro_batches[0], layout, anew=False)
+        sums = StepSums(layout, effects.norms, effects.buffers, gradients)
+        micro_batches = _MicroBatches(run, batch, function, sums, effects, gradients, call)
+        operation = GradientStep(batch.micro_batches, gradients, sums, micro_batches.run, digest=self._digest(call))
+        with run.failing(), preserved():
+            engine.run(operation)
+            run.divergence.check(operation, engine)
+        loss, calls, used = sums.finish()
+        assert loss is not None, "each micro-batch has a loss"
+        effects.norms.commit(len(batch.micro_batches))
+        gradients.install(used)
+        gradients.refusal = _BACKWARD
+        if call == 0:
+            self._reports.finished(engine, operation, loss, batch.num_samples())
+        engine.activity.enter("hooks")
+        means = {each.options[1]: each.value for each in calls}
+        return means if means else torch.tensor(loss, dtype=torch.float64)
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        """Clip the gradients; see `LoopStep.clip_grad_norm_`."""
+        assert self._gradients is not None
+        scaler = self._registered.scaler
+        if scaler is not None:
+            for optimizer in self._registered.optimizers.values():
+                with contextlib.suppress(RuntimeError):  # the script has done it
+                    scaler.unscale_(optimizer)
+        return torch.nn.utils.clip_grad_norm_(self._gradients.parameters, max_norm, norm_type)
+
+    def close(self) -> None:
+        """Release the buckets; the gradients stay."""
+        if self._gradients is not None:
+            self._gradients.close()
+        self._gradients = self._effects = None
+
+    def _digest(self, call: int) -> StateDigest:
+        run, registered = self.run_of, self._registered
+        if call:
+            return NO_DIGEST
+
+        def rest(names: Mapping[int, str]) -> dict[str, int]:
+            return {**registered.numbers(names), "run.global_step": part_of(run.global_step)}
+
+        return run.divergence.digest(run.engine, registered.module, [*registered.optimizers.values()], rest)
+
+    def _buckets(self, *, anew: bool) -> GradientBuckets:
+        """Return the buckets, rebuilt when other parameters are trained than before."""
+        named = self._registered.trained(anew=anew)
+        if self._gradients is None or not self._gradients.matches([parameter for _, parameter in named]):
+            if self._gradients is not None:
+                self._gradients.close()
+            bucket_bytes, overlap = self._options
+            self._gradients = GradientBuckets(named, bucket_bytes, overlap)
+        return self._gradients
+
+
+class _MicroBatches:
+    """Runs the micro-batches of one call of `LoopStep.run`.
+
+    Random state depends on (seed, epoch, step, micro-batch, call) only, and the loss is divided by the number of the
+    step's micro-batches.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        batch: GlobalBatch,
+        function: Callable[[Any], Any],
+        sums: StepSums,
+        effects: Effects,
+        gradients: GradientBuckets,
+        call: int,
+    ) -> None:
+        self._run_of, self._batch, self._function = run, batch, function
+        self._sums, self._effects, self._gradients = sums, effects, gradients
+        self._place = partial(_place, batch, call)
+        self._scaler = run.registered.scaler
+        if self._scaler is not None:
+            self._scaler.scale(torch.zeros((), device=run.device))  # creates its state even without a share
+
+    def run(self, micro_batch: int) -> None:
+        """Run forward and backward; gradients accumulate."""
+        run, effects = self._run_of, self._effects
+        activity = run.engine.activity
+        activity.enter("data", micro_batch)
+        samples = self._batch.fetch(micro_batch)
+        activity.enter("compute", micro_batch)
+        seed_all(place_seed(run.seed, RandomPurpose.FORWARD, *self._place(micro_batch)))
+        run.engine.fault("forward", run.engine.step, micro_batch, run.registered.module)
+        effects.start_micro_batch()
+        self._gradients.refusal = _BACKWARD
+        with torch.enable_grad():
+            loss, calls = _parts(self._function(samples))
+            scaled = loss / len(self._batch.micro_batches)
+            self._gradients.refusal = ""
+            (scaled if self._scaler is None else self._scaler.scale(scaled)).backward()  # type: ignore[no-untyped-call]
+        self._sums.add(loss, calls)
+        effects.finish_micro_batch(micro_batch)
+
+
+def _place(batch: GlobalBatch, call: int, micro_batch: int) -> tuple[int, ...]:
+    """Return the place of a micro-batch, which decides its random state."""
+    return (batch.epoch, batch.step, micro_batch, *([call] if call else []))
+
+
+def _parts(output: Any) -> tuple[Tensor, list[LogCall]]:
+    """Return the loss and the values of a micro-batch; a mapping's loss is one of its values.
+
+    Raises:
+        ConfigError: there is no loss, or a value is no scalar.
+    """
+    values = output if isinstance(output, Mapping) else {}
+    loss = values.get(LOSS) if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ConfigError(
+            f"the function of step.run() returned {_shown(output)}; expected a loss, a scalar tensor that needs a "
+            "gradient, or a mapping with one as 'loss'"
+        )
+    calls = []
+    for name, value in values.items():
+        options: Options = ("step", str(name), False, False, False, True, "mean", False)
+        scalar = _scalar(f"the function of step.run() returned {name}=...", value)
+        calls.append(LogCall(options=options, value=scalar, weight=1.0))
+    return loss.reshape(()), calls
+
+
+def _scalar(where: str, value: Any) -> Tensor:
+    """Return a number as a scalar tensor.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    if not is_number or (isinstance(value, Tensor) and value.is_complex()):
+        raise ConfigError(f"{where}: found {_shown(value)}, expected a number or a scalar tensor")
+    return torch.as_tensor(value).detach().reshape(()).double()
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
+    return f"{value!r:.80}"
