@@ -240,7 +240,7 @@ class _MicroBatches:
             loss, calls = _parts(self._function(samples))
             scaled = loss / len(self._batch.micro_batches)
             self._gradients.refusal = ""
-            (scaled if self._scaler is None else self._scaler.scale(scaled)).backward()  # type: ignore[no-untyped-call]
+            (scaled if self._scaler is None else self._scaler.scale(scaled)).backward()
         self._sums.add(loss, calls)
         effects.finish_micro_batch(micro_batch)
 

@@ -1,0 +1,103 @@
+"""A loop under random deaths ends as it does in one process without any, and uses each sample once in an epoch."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from joins.running import SECONDS, Site, results, site
+from loop.worker import EPOCHS, SAVED, WORKERS
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+
+STEPS = EPOCHS * 4
+POINTS = ("forward", "micro_batch", "launched", "reduced", "commit", "committed", "body", "validation", "evaluated")
+RECOVERING = ("exchange", "connect", "join")
+TOLERANCE = 1e-12
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with site(tmp_path_factory.mktemp("loop"), "loop.worker") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone(world: Site) -> dict[str, Any]:
+    folder = world.folder / "single"
+    folder.mkdir()
+    process = world.start_alone(folder / "log")
+    process.start("alone", "loop.worker", str(folder), "alone")
+    limit = time.monotonic() + SECONDS
+    while not process.has_ended() and time.monotonic() < limit:
+        time.sleep(0.05)
+    codes = process.codes()
+    process.stop()
+    assert codes == [0], (folder / "log" / "alone.log").read_text()
+    return torch.load(folder / "alone" / "result.pt")
+
+
+def drawn(seed: int) -> list[tuple[int, int, str]]:
+    """A history of deaths."""
+    chance = random.Random(seed)
+    deaths = [(chance.randrange(WORKERS), chance.randrange(STEPS - 2), chance.choice(POINTS)) for _ in range(2)]
+    return [*deaths, (chance.randrange(WORKERS), 1, chance.choice(RECOVERING))]
+
+
+def run(world: Site, name: str, history: list[tuple[int, int, str]]) -> list[dict[str, Any]]:
+    folder = world.folder / name
+    started = world.start_world(f"loop-{name}", folder / "agents", WORKERS, least=1, restarts=6)
+    folder.mkdir(exist_ok=True)
+    (folder / "history.json").write_text(json.dumps(history))
+    try:
+        started.start("loop.worker", str(folder), name)
+        limit = time.monotonic() + SECONDS
+        while not started.has_ended() and time.monotonic() < limit:
+            time.sleep(0.02)
+        codes = started.codes()
+    finally:
+        started.stop()
+    logs = "\n".join(path.read_text()[-3000:] for path in sorted((folder / "agents").glob("*.log")))
+    assert set(codes) == {0}, f"{history} {codes}\n{logs}"
+    assert list(folder.glob("died-*")), f"{history}: nothing has died"
+    return results(folder)
+
+
+def check(found: dict[str, Any], alone: dict[str, Any]) -> None:
+    for key, value in alone["state"].items():
+        assert torch.allclose(found["state"][key].double(), value.double(), rtol=TOLERANCE, atol=TOLERANCE), key
+    assert found["step"] == alone["step"] == STEPS
+    assert found["rate"] == alone["rate"]
+    assert torch.equal(found["random"], alone["random"])
+    for part in ("losses", "evaluated"):
+        for number, values in found[part].items():
+            assert values == pytest.approx(alone[part][number], rel=TOLERANCE, abs=TOLERANCE), (part, number)
+    uses = found["state"]["net.uses"]
+    assert torch.allclose(uses, torch.full_like(uses, -EPOCHS / 6), rtol=TOLERANCE, atol=TOLERANCE), uses
+
+
+def test_alone_each_sample_is_used_once_in_an_epoch(alone: dict[str, Any]) -> None:
+    check(alone, alone)
+    assert list(alone["losses"]) == list(range(1, STEPS + 1))
+    assert list(alone["evaluated"]) == [4, 8, 12, 16]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_deaths(seed: int, world: Site, alone: dict[str, Any]) -> None:
+    found = run(world, f"random{seed}", drawn(seed))
+    assert found
+    for each in found:
+        check(each, alone)
+
+
+def test_all_die_and_the_task_resumes_from_its_checkpoint(world: Site, alone: dict[str, Any]) -> None:
+    found = run(world, "all", [(-1, SAVED + 2, "micro_batch")])
+    assert len(found) == WORKERS
+    for each in found:
+        check(each, alone)
+        assert SAVED < min(each["losses"]) <= SAVED + 3
