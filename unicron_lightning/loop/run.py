@@ -305,6 +305,8 @@ class Run:
         session, engine = self._session, self.engine
         session.fits += 1
         self._reported.fit = session.fits
+        if session.fits == 1:  # as the script has made it, before anything is restored
+            self._comparison.begin(lambda: {"seed": f"{self._given_seed}", **self.registered.describe()})
         if session.control is not None:
             session.control.fit = session.fits
         if session.is_joiner and not engine.has_state:
@@ -353,7 +355,7 @@ class Run:
         session.check_fit(state["fit"])
         self.seed = state["seed"]
         self._open_data()
-        self._describe()
+        self._comparison.add_data(self._describe_data)
         self._comparison.check(state["described"])
         self._take(state["models"], state)
         self._checked, self._parts = True, join.parts
@@ -384,7 +386,7 @@ class Run:
             if not self._checked:
                 self._checked = True
                 codec.check(self._state())
-                self._describe()
+                self._comparison.add_data(self._describe_data)
                 self._comparison.agree("training")
             join = Join(self._state)
             engine.switch(join)
@@ -393,10 +395,6 @@ class Run:
             if join.parts or self._parts:
                 self._part()
         engine.activity.enter("hooks")
-
-    def _describe(self) -> None:
-        self._comparison.begin(lambda: {"seed": f"{self._given_seed}", **self.registered.describe()})
-        self._comparison.add_data(self._describe_data)
 
     def _describe_data(self) -> dict[str, str]:
         assert self._data is not None
