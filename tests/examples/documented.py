@@ -121,6 +121,7 @@ ALONE: Final = {
         folder="checkout", replace=(("1,3,9", "1,3"), ("0.1,0.01", "0.1")), add="steps=3"
     ),
     "python examples/fsdp_gpt.py --demo": Run(parsed=True),
+    "python examples/loop_gpt.py --demo": Run(parsed=True),
     "torchrun --nnodes 1:4": Run(replace=(("HOST", "127.0.0.1"),), says="finished 2 steps"),
     "torchrun --nnodes 1:3": Run(folder="checkout", replace=(PORT,), add="--steps 2", says="finished 2 steps"),
     "torchrun --nnodes 1:2": Run(folder="checkout", replace=(PORT,), add="--epochs 1 --images 64", says="accuracy"),

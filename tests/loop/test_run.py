@@ -1,0 +1,292 @@
+"""The loop in one process: its settings, the script's mistakes, checkpoints, and what it imports."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from unicron_lightning import Run
+from unicron_lightning.errors import ConfigError
+
+DATA = TensorDataset(torch.arange(40.0).reshape(20, 2) / 40, torch.arange(20.0).reshape(20, 1) / 20)
+DOCUMENT = Path(__file__).parents[2] / "docs" / "loop.md"
+
+
+class Setup:
+    """A small model, registered."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        torch.manual_seed(1)
+        given = {"micro_batch_size": 2, "global_batch_size": 8, "seed": 1, "checkpoints": folder, **options}
+        self.run = Run(DATA, **given)
+        self.model = nn.Linear(2, 1).double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.run.register(model=self.model, optimizer=self.optimizer)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch."""
+        return nn.functional.mse_loss(self.model(batch[0].double()), batch[1].double())
+
+    def train(self, steps: int, act: Callable[[Any], None] = lambda step: None) -> list[float]:
+        """Train; return the losses."""
+        losses = []
+        for step in self.run.steps(steps):
+            losses.append(float(step.run(self.loss)))
+            self.optimizer.step()
+            act(step)
+        return losses
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Setup:
+    return Setup(tmp_path)
+
+
+def test_a_loop_imports_no_lightning() -> None:
+    code = (
+        "import sys, torch, unicron_lightning as u\n"
+        "m = torch.nn.Linear(1, 1); o = torch.optim.SGD(m.parameters(), lr=1.0)\n"
+        "run = u.Run(torch.utils.data.TensorDataset(torch.ones(4, 1)), micro_batch_size=1, global_batch_size=2)\n"
+        "run.register(m=m, o=o)\n"
+        "for step in run.steps(2):\n    step.run(lambda batch: m(batch[0]).sum()); o.step()\n"
+        "print([k for k in sys.modules if k.partition('.')[0] in ('lightning', 'pytorch_lightning', 'torchmetrics')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_gradient_is_that_of_the_mean_loss(made: Setup) -> None:
+    for step in made.run.steps(1):
+        loss = step.run(made.loss)
+        found = [each.grad.clone() for each in made.model.parameters()]
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:8]
+        batch = DATA[order]
+        expected = torch.autograd.grad(made.loss(batch), [*made.model.parameters()])
+        assert float(loss) == pytest.approx(made.loss(batch).item(), rel=1e-12)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one, other, rtol=1e-12)
+        norm = step.clip_grad_norm_(1e-3)
+        assert float(norm) == pytest.approx(float(torch.cat([each.flatten() for each in expected]).norm()), rel=1e-9)
+
+
+def test_each_sample_is_used_once_in_an_epoch_and_the_last_step_is_shorter(made: Setup) -> None:
+    seen: dict[int, list[float]] = {0: [], 1: []}
+    numbers = []
+    for step in made.run.steps(max_epochs=2):
+
+        def loss(batch: Any, epoch: int = step.epoch) -> torch.Tensor:
+            seen[epoch] += batch[1].flatten().tolist()
+            return made.loss(batch)
+
+        step.run(loss)
+        numbers.append((step.number, step.epoch, step.ends_epoch))
+    assert numbers == [(1, 0, False), (2, 0, False), (3, 0, True), (4, 1, False), (5, 1, False), (6, 1, True)]
+    assert all(sorted(each) == DATA.tensors[1].flatten().tolist() for each in seen.values())
+    assert seen[0] != seen[1]
+
+
+def test_a_checkpoint_continues_the_training_bit_by_bit(tmp_path: Path) -> None:
+    paths: list[str] = []
+    whole = Setup(tmp_path)
+    losses = whole.train(6, lambda step: paths.append(whole.run.save()) if step.number == 2 else None)
+    assert paths == [str(tmp_path / "step=2.ckpt")]
+    assert [*torch.load(paths[0], weights_only=True)] == ["model", "unicron_loop"]
+    again = Setup(tmp_path / "again", seed=7)
+    again.run.load(paths[0])
+    assert again.train(6) == losses[2:]
+    for one, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_schedule_of_the_global_batch(tmp_path: Path) -> None:
+    made = Setup(tmp_path, global_batch_size={0: 4, 1: 10})
+    sizes = []
+    for step in made.run.steps(max_epochs=2):
+        counted = [0]
+
+        def loss(batch: Any, counted: list[int] = counted) -> torch.Tensor:
+            counted[0] += len(batch[0])
+            return made.loss(batch)
+
+        step.run(loss)
+        sizes.append(counted[0])
+    assert sizes == [4, 4, 4, 4, 4, 10, 10]
+
+
+def test_two_optimizers_with_two_runs_in_a_step(tmp_path: Path) -> None:
+    made, other = Setup(tmp_path), nn.Linear(1, 1).double()
+    second = torch.optim.Adam(other.parameters())
+    made.run.register(other=other, second=second)
+    for step in made.run.steps(3):
+        step.run(made.loss)
+        assert other.weight.grad is None
+        made.optimizer.step()
+        found = step.run(lambda batch: {"loss": other(batch[1].double()).square().mean(), "one": 1})
+        assert float(found["one"]) == 1.0 and float(found["loss"]) > 0.0
+        assert made.model.weight.grad is None and other.weight.grad is not None
+        second.step()
+
+
+def test_a_scaler_does_not_change_the_gradients(tmp_path: Path) -> None:
+    plain, scaled = Setup(tmp_path), Setup(tmp_path)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaled.run.register(scaler=scaler)
+    plain.train(3)
+    for step in scaled.run.steps(3):
+        step.run(scaled.loss)
+        step.clip_grad_norm_(1e9)
+        scaler.step(scaled.optimizer)
+        scaler.update()
+    for one, other in zip(plain.model.parameters(), scaled.model.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-12)
+
+
+def test_an_evaluation_is_the_mean_over_the_samples_and_changes_nothing(made: Setup) -> None:
+    made.model.train()
+    found = made.run.evaluate(DATA, made.loss, batch_size=3)
+    assert float(found) == pytest.approx(made.loss(DATA[:]).item(), rel=1e-12)
+    assert made.model.training
+
+
+def test_leaving_the_loop_early_is_harmless(made: Setup) -> None:
+    for step in made.run.steps(5):
+        step.run(made.loss)
+        if step.number == 2:
+            break
+    assert made.run.global_step == 1  # the body of the second step has not ended
+    assert len(made.train(3)) == 2
+
+
+def test_should_stop_ends_the_loop_after_the_body(made: Setup) -> None:
+    def stop(step: Any) -> None:
+        made.run.should_stop = step.number == 3
+
+    assert len(made.train(9, stop)) == 3
+    assert made.run.global_step == 3
+
+
+def test_a_forgotten_zero_grad_is_harmless(tmp_path: Path) -> None:
+    one, other = Setup(tmp_path), Setup(tmp_path)
+    assert one.train(4) == other.train(4, lambda step: other.optimizer.zero_grad())
+
+
+def wrong(act: Callable[[Setup, Any], Any]) -> Callable[[Setup], Any]:
+    def body(made: Setup) -> None:
+        for step in made.run.steps(3):
+            act(made, step)
+
+    return body
+
+
+MISTAKES: dict[str, tuple[Callable[[Setup], Any], str]] = {
+    "no limit": (lambda made: made.run.steps(), "no limit"),
+    "limit": (lambda made: made.run.steps(-1), "max_steps=-1: expected a whole number"),
+    "register again": (lambda made: made.run.register(model=nn.Linear(1, 1)), "the name 'model' is taken"),
+    "register nothing": (lambda made: made.run.register(x=object()), r"register\(x=object\): expected a module"),
+    "register ddp": (lambda made: made.run.register(x=nn.DataParallel(nn.Linear(1, 1))), "without its wrapper"),
+    "register lbfgs": (lambda made: made.run.register(x=torch.optim.LBFGS([nn.Parameter(torch.ones(1))])), "LBFGS"),
+    "register late": (wrong(lambda made, step: made.run.register(x=nn.Linear(1, 1))), "after the first step"),
+    "save early": (lambda made: made.run.save(), "before the first loop"),
+    "nested": (wrong(lambda made, step: made.run.steps(2)), "within the loop of another"),
+    "no loss": (wrong(lambda made, step: step.run(lambda batch: None)), "returned None; expected a loss"),
+    "no scalar": (wrong(lambda made, step: step.run(lambda batch: made.model(batch[0].double()))), r"shape \(2, 1\)"),
+    "value": (wrong(lambda made, step: step.run(lambda b: {"loss": made.loss(b), "x": "y"})), "x=...: found 'y'"),
+    "backward": (
+        wrong(lambda made, step: step.run(lambda batch: made.loss(batch).backward())),
+        "backward.. was called by the script",
+    ),
+    "backward outside": (
+        wrong(lambda made, step: (step.run(made.loss), made.loss(DATA[:2]).backward())),
+        "backward.. was called by the script",
+    ),
+    "clip early": (wrong(lambda made, step: step.clip_grad_norm_(1.0)), "no gradients before step.run"),
+    "log": (wrong(lambda made, step: step.log(x="y")), "expected a number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_clear_error(name: str, made: Setup) -> None:
+    act, message = MISTAKES[name]
+    with pytest.raises(ConfigError, match=message):
+        act(made)
+
+
+def test_an_exception_ends_the_run(made: Setup) -> None:
+    def fails(batch: Any) -> Any:
+        raise KeyError("mine")
+
+    for step in made.run.steps(3):
+        with pytest.raises(KeyError):
+            step.run(fails)
+        with pytest.raises(ConfigError, match="has ended with KeyError"):
+            step.run(made.loss)
+        break
+
+
+def test_a_step_that_is_over(made: Setup) -> None:
+    steps: list[Any] = []
+    made.train(1, steps.append)
+    with pytest.raises(ConfigError, match=r"step.run\(\) of step 1, which is over"):
+        steps[0].run(made.loss)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([1])
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (DATA, {"global_batch_size": 9, "micro_batch_size": 2}, "9 is no multiple of micro_batch_size=2; .* as 10"),
+        (DATA, {"global_batch_size": "8", "micro_batch_size": 2}, "global_batch_size='8': expected a whole number"),
+        (DATA, {"global_batch_size": {1: 8}, "micro_batch_size": 2}, "expected a size from epoch 0 on"),
+        (DATA, {"global_batch_size": 8}, "without a batch size"),
+        (DataLoader(DATA, 2), {"global_batch_size": 8, "micro_batch_size": 4}, r"DataLoader\(batch_size=2\)"),
+        (Stream(), {"global_batch_size": 8, "micro_batch_size": 4}, "the data is a Stream: expected a data set"),
+        (DATA, {"global_batch_size": 8, "micro_batch_size": 4, "seed": 1.5}, "seed=1.5"),
+        (DATA, {"global_batch_size": 8, "micro_batch_size": 4, "checkpoints": "s3://x"}, "s3://x"),
+    ],
+)
+def test_settings_are_refused_with_their_values(data: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Run(data, **options)
+
+
+def test_without_unicrons_torchrun_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="torchrun --rdzv-backend unicron"):
+        Run(DATA, micro_batch_size=2, global_batch_size=8)
+
+
+def test_what_is_registered_must_be_complete(tmp_path: Path) -> None:
+    run = Run(DATA, micro_batch_size=2, global_batch_size=8, checkpoints=tmp_path)
+    run.register(model=nn.Linear(2, 1))
+    with pytest.raises(ConfigError, match="expected at least one of each"):
+        run.steps(1)
+    run.register(optimizer=torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=1.0))
+    with pytest.raises(ConfigError, match=r"a parameter of shape \(1, 3\) that no registered module has"):
+        run.steps(1)
+
+
+def test_the_documented_difference_has_at_most_ten_lines() -> None:
+    before, after = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[:2]
+    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), n=0))[2:]
+    changed = [line for line in lines if line[0] in "+-"]
+    added, removed = (sum(line[0] == sign for line in changed) for sign in "+-")
+    assert max(added, removed) <= 10 and len(lines) > 0
+    names: dict[str, Any] = {}
+    exec(compile(before, "before", "exec"), names)
+    plain = {key: value.clone() for key, value in names["model"].state_dict().items()}
+    exec(compile(after, "after", "exec"), names)
+    assert plain.keys() == names["model"].state_dict().keys()
