@@ -101,7 +101,7 @@ class DemoFault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class StruckRun:
     """The records of a run."""
 
     diary: list[ProofLine]
@@ -141,7 +141,7 @@ def show(console: Console, out: Path, steps_per_epoch: int) -> bool:
     return passed
 
 
-def _train_through_failures(cluster: OneTask, console: Console) -> Run:
+def _train_through_failures(cluster: OneTask, console: Console) -> StruckRun:
     faults: list[DemoFault] = []
     dead: set[int] = set()
 
@@ -167,7 +167,7 @@ def _train_through_failures(cluster: OneTask, console: Console) -> Run:
     cluster.wait_line(lambda: _finished(cluster, wanted))
     struck("SIGKILL of the coordinator", cluster.strike("kill coordinator"))
     cluster.wait(300)
-    return Run(diary=cluster.diary, faults=faults, dead=dead, events=cluster.events())
+    return StruckRun(diary=cluster.diary, faults=faults, dead=dead, events=cluster.events())
 
 
 def _in_step(cluster: OneTask, step: int, node: int) -> ProofLine | None:
@@ -188,7 +188,7 @@ def _finished(cluster: OneTask, step: int) -> ProofLine | None:
     return next((x for x in cluster.diary if x["event"] == "step" and x["step"] >= step), None)
 
 
-def _tell(console: Console, run: Run) -> None:
+def _tell(console: Console, run: StruckRun) -> None:
     table = Table(title="milliseconds after each kill")
     for name in ("fault", "ms", "what", "detail"):
         table.add_column(name, justify="right" if name == "ms" else "left", overflow="fold")
@@ -205,7 +205,7 @@ def _tell(console: Console, run: Run) -> None:
     console.print(table)
 
 
-def _judge(console: Console, run: Run, work: WorkProof, exactness: Exactness) -> bool:
+def _judge(console: Console, run: StruckRun, work: WorkProof, exactness: Exactness) -> bool:
     losses = exactness.val_losses
     checks = [
         ("every failure was healed", len(run.faults) == 3 and worlds(run.diary)[max(worlds(run.diary))] == NODES),

@@ -25,7 +25,7 @@ RESERVED: Final = "unicron_loop"
 """Key of a checkpoint for all that is no model."""
 
 
-class Registered:
+class RegisteredObjects:
     """What takes part in a run.
 
     Attributes:

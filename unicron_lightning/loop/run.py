@@ -29,8 +29,8 @@ from unicron_lightning.data.seeding import random_states, restore_random_states
 from unicron_lightning.data.steps import IndexedSteps, StepPace
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.loop.evaluation import LoopEvaluation
-from unicron_lightning.loop.registered import RESERVED, Registered
-from unicron_lightning.loop.steps import LoopStep, LoopSteps
+from unicron_lightning.loop.loop_steps import LoopStep, LoopSteps
+from unicron_lightning.loop.registered import RESERVED, RegisteredObjects
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import digest
 from unicron_lightning.worker.codec import unpack_parts
@@ -105,7 +105,7 @@ class Run:
             raise ConfigError(f"checkpoints={str(checkpoints)!r}: expected a folder that all workers see")
         self.device = _device(device)
         self.divergence = Divergence(digest_every, on_divergence)
-        self.registered = Registered()
+        self.registered = RegisteredObjects()
         self.should_stop = False
         self.global_step = self.current_epoch = 0
         self.seed = 0 if seed is None else seed

@@ -13,7 +13,7 @@ from torch import Tensor
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.seeding import RandomPurpose, place_seed, preserved, seed_all
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.loop.registered import Registered
+from unicron_lightning.loop.registered import RegisteredObjects
 from unicron_lightning.worker.agreement import NO_DIGEST, StateDigest, part_of
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.effects import Effects
@@ -133,7 +133,7 @@ class LoopSteps:
         self._reports = StepReports()
 
     @property
-    def _registered(self) -> Registered:
+    def _registered(self) -> RegisteredObjects:
         return self.run_of.registered
 
     def run(self, batch: GlobalBatch, function: Callable[[Any], Any], call: int) -> Any:
@@ -148,7 +148,7 @@ class LoopSteps:
         gradients.begin()
         effects.begin(batch.micro_batches[0], layout, anew=False)
         sums = StepSums(layout, effects.norms, effects.buffers, gradients)
-        micro_batches = _MicroBatches(run, batch, function, sums, effects, gradients, call)
+        micro_batches = _FunctionCalls(run, batch, function, sums, effects, gradients, call)
         operation = GradientStep(batch.micro_batches, gradients, sums, micro_batches.run, digest=self._digest(call))
         with run.failing(), preserved():
             engine.run(operation)
@@ -201,7 +201,7 @@ class LoopSteps:
         return self._gradients
 
 
-class _MicroBatches:
+class _FunctionCalls:
     """Runs the micro-batches of one call of `LoopStep.run`.
 
     Random state depends on (seed, epoch, step, micro-batch, call) only, and the loss is divided by the number of the
