@@ -41,7 +41,7 @@ class LayoutRecord(msgspec.Struct, kw_only=True):
     """Layouts that were given up before a step was finished in them: the plan does not order them again."""
 
 
-class Calibration(msgspec.Struct, kw_only=True):
+class CalibrationOrder(msgspec.Struct, kw_only=True):
     """Measurement of a task's speed at chosen sizes, by an operator's order."""
 
     sizes: list[int]
@@ -275,7 +275,7 @@ class Task(msgspec.Struct, kw_only=True):
     """w(t), the weight of the task's FLOPs relative to other tasks."""
     target: int | None = None
     """Number of nodes ordered by an operator; None: all available ones, up to ``max_nodes``."""
-    calibration: Calibration | None = None
+    calibration: CalibrationOrder | None = None
     """The newest calibration, which may have ended."""
     replica_nodes: int = 0
     """Nodes occupied by one replica of the model, or by several replicas together; 0 if workers report no replicas."""

@@ -22,7 +22,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.actions import Part, Turn, on
 from unicron_lightning.coordinator.allocation.places import Places, competing_tasks, usable_places
 from unicron_lightning.coordinator.incidents import accounting
-from unicron_lightning.coordinator.state import Agent, Calibration, Cluster, Task
+from unicron_lightning.coordinator.state import Agent, CalibrationOrder, Cluster, Task
 from unicron_lightning.wire.fields import counted
 
 STOPPED: Final = "stopped by order"
@@ -56,7 +56,7 @@ def order(task: Task, turn: Turn, event: ev.Calibrate) -> None:
     if not event.sizes:
         stop(task, turn, STOPPED)
         return
-    task.calibration = Calibration(
+    task.calibration = CalibrationOrder(
         sizes=list(event.sizes),
         steps=event.steps,
         seconds=event.seconds,
@@ -135,21 +135,21 @@ def _lack(cluster: Cluster, task: Task, size: int, places: Places) -> str | None
     return None
 
 
-def _begin(task: Task, turn: Turn, calibration: Calibration) -> None:
+def _begin(task: Task, turn: Turn, calibration: CalibrationOrder) -> None:
     """Give the task the present size."""
     task.target, calibration.since, calibration.epoch = calibration.size, turn.now, 0
     turn.timer("calibration", calibration.seconds, task=task.id)
     _changed(task, turn)
 
 
-def _skip(task: Task, turn: Turn, calibration: Calibration, reason: str) -> None:
+def _skip(task: Task, turn: Turn, calibration: CalibrationOrder, reason: str) -> None:
     assert calibration.size is not None
     calibration.skipped[calibration.size] = reason
     turn.emit_apart(task, "calibration_skips", nodes=calibration.size, reason=reason)
     _next(task, turn, calibration)
 
 
-def _next(task: Task, turn: Turn, calibration: Calibration) -> None:
+def _next(task: Task, turn: Turn, calibration: CalibrationOrder) -> None:
     calibration.place += 1
     if calibration.size is None:
         _end(task, turn, calibration, "")
@@ -157,7 +157,7 @@ def _next(task: Task, turn: Turn, calibration: Calibration) -> None:
         _begin(task, turn, calibration)
 
 
-def _end(task: Task, turn: Turn, calibration: Calibration, reason: str) -> None:
+def _end(task: Task, turn: Turn, calibration: CalibrationOrder, reason: str) -> None:
     calibration.sizes, calibration.ended = calibration.sizes[: calibration.place], reason
     task.target = calibration.before
     turn.cancel("calibration", task=task.id)
