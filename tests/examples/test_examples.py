@@ -34,6 +34,17 @@ def test_the_sharded_gpt_learns(tmp_path: Path) -> None:
     assert (tmp_path / "last.ckpt").exists()
 
 
+def test_the_loop_learns_without_lightning_and_with_a_kill(tmp_path: Path) -> None:
+    command = [ROOT / "examples/loop_gpt.py", "--steps", "60", "--folder", tmp_path / "saved"]
+    with LocalCluster(command, nodes=2, nnodes="1:2", folder=tmp_path) as cluster:
+        cluster.wait_step(10, seconds=120)
+        cluster.kill_worker(cluster.wait_workers(2)[1])
+        assert set(cluster.wait_exit().values()) == {0}
+        (loss,) = re.findall(r"finished 60 steps: loss ([\d.]+)", cluster.log("node0") + cluster.log("node1"))
+    assert float(loss) < 5.0, "a uniform guess has 5.5"
+    assert (tmp_path / "saved/last.ckpt").exists()
+
+
 def test_the_classifier_learns_and_keeps_its_best_checkpoint(tmp_path: Path) -> None:
     command = [ROOT / "examples/images.py", "--folder", tmp_path / "best", "--epochs", "2", "--images", "512"]
     with LocalCluster(command, nodes=2, nnodes="2:2", folder=tmp_path) as cluster:

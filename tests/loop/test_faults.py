@@ -64,7 +64,6 @@ def run(world: Site, name: str, history: list[tuple[int, int, str]]) -> list[dic
         started.stop()
     logs = "\n".join(path.read_text()[-3000:] for path in sorted((folder / "agents").glob("*.log")))
     assert set(codes) == {0}, f"{history} {codes}\n{logs}"
-    print(logs)
     assert list(folder.glob("died-*")), f"{history}: nothing has died"
     return results(folder)
 
