@@ -1,31 +1,37 @@
-"""What the transfer of a state costs in a join: seconds, and memory of the donor, of another member, of the joiner.
+"""What the transfer of a state costs in a join: stall and memory of the members that have it, and of the joiner.
 
     python benchmarks/join_state.py --megabytes 10 100 1000
 
-Three processes on this machine. Beside the time of `Join` stands that of one broadcast of as many bytes in the same
-communicator, which is what the connections give. Memory is the peak beyond what the process had before.
+Three processes on this machine, of two nodes: two members, each of which sends a half, and a joiner. Beside the time
+of `Join` stands that of one broadcast of as many bytes by gloo. Memory is the peak beyond what the process had before.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from host_collectives import epoch_of
 from torch import multiprocessing
 
 from unicron_lightning.worker.communication.communicator import gather_bytes, gather_rows
-from unicron_lightning.worker.communication.gloo import GlooCommunicator
+from unicron_lightning.worker.communication.gloo import CpuCommunicator
+from unicron_lightning.worker.communication.links.hub import Hub
 from unicron_lightning.worker.operations import Join
 from unicron_lightning.worker.rows import ReportSum
 
 HOST = "127.0.0.1"
-ROLES = ("donor", "member", "joiner")
+ROLES = ("member", "member", "joiner")
+PLACES = (("node 0", "node 0"), ("node 0", "node 0"), ("node 1", "node 1"))
+"""Rack and node of each."""
 TENSORS = 16
 """Into which a state is divided."""
 
@@ -47,11 +53,11 @@ def measured(rank: int, communicator: Any, megabytes: int) -> list[float]:
     elements = int(megabytes * 1e6) // 4
     state = {"checkpoint": {"state_dict": {str(n): torch.rand(elements // TENSORS) for n in range(TENSORS)}}}
     engine: Any = SimpleNamespace(
-        has_state=rank != ROLES.index("joiner"),
+        has_state=ROLES[rank] != "joiner",
         position=0,
         step=0,
         communicator=communicator,
-        world=SimpleNamespace(rank=rank, epoch=1, hold=False, kind="join"),
+        world=SimpleNamespace(rank=rank, epoch=1, hold=False, kind="join", places=PLACES),
         activity=SimpleNamespace(enter=lambda phase: None),
         control=None,
         fault=lambda *point: None,
@@ -76,15 +82,21 @@ def run(rank: int, port: int, sizes: list[int]) -> None:
     """One process of the three."""
     torch.set_num_threads(1)
     store = dist.TCPStore(HOST, port, len(ROLES), rank == 0)
-    communicator = GlooCommunicator(store, rank, len(ROLES), HOST)
+    hub = Hub(HOST)
+    store.set(f"port/{rank}", str(hub.port))
+    ports = [int(store.get(f"port/{each}")) for each in range(len(ROLES))]
+    epoch = epoch_of(len(ROLES), 1, ports)
+    communicator = CpuCommunicator(hub, epoch, rank, HOST, timedelta(seconds=30))
+    measured(rank, communicator, 2)  # what a process does once only
     for megabytes in sizes:
         rows = gather_rows(communicator, measured(rank, communicator, megabytes)).tolist()
         if rank == 0:
             memory = ", ".join(f"{role} +{row[2]:.0f}" for role, row in zip(ROLES, rows, strict=True))
-            join, plain = (max(row[place] for row in rows) for place in (0, 1))
-            print(f"{megabytes} MB: {join:.2f} s (one broadcast: {plain:.2f} s); MB: {memory}", flush=True)
+            times = ", ".join(f"{role} {row[0]:.2f}" for role, row in zip(ROLES, rows, strict=True))
+            plain = max(row[1] for row in rows)
+            print(f"{megabytes} MB: seconds: {times} (one broadcast: {plain:.2f}); MB: {memory}", flush=True)
     gather_bytes(communicator, b"end")
-    communicator.close()
+    os._exit(0)  # gloo's groups are still connected
 
 
 def main() -> None:

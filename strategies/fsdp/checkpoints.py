@@ -102,7 +102,7 @@ class ShardedCheckpoints(SingleFileCheckpoints):
             strategy.engine.fault("collect", strategy.engine.step)
             if place().replica != 0:
                 return []
-            found: list[bytes] = run_released(lambda: model.group.collect(model.state()))
+            found: list[bytes] = run_released(lambda: model.group.collect(codec.encode(model.plain_state())))
             return found
 
         return strategy.engine.run(WriteFile(write, collect, lambda: place().layout.replicas[0].members[0])).decode()

@@ -38,6 +38,7 @@ from unicron_lightning.strategies.fsdp.prediction import ShardedPredictions
 from unicron_lightning.strategies.fsdp.steps import ShardedEvaluation, ShardedSteps, clip_by_agreed_norm, keep_spares
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.state.memory import ReplicaDivision
+from unicron_lightning.worker import codec
 from unicron_lightning.worker.communication.nccl import check_device
 from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.engine import Engine, World
@@ -386,11 +387,11 @@ class FsdpParallel(Parallelism):
 
     def snapshot(self) -> Callable[[], None]:
         fabric, model = self.member.fabric, self.member.model
-        at, state = fabric.at, model.state()
+        at, state = fabric.at, codec.encode(model.plain_state())
 
         def restore() -> None:
             if fabric.at == at:  # otherwise another worker has sent a newer one
-                model.load_state(state)
+                model.load_state(codec.decode(state))
 
         return restore
 

@@ -198,7 +198,7 @@ class Gives(pl.Callback):
         strategy: Any = trainer.strategy
         if trainer.global_step == SAVED and not self.data:
             member = getattr(strategy.parallelism, "_member", None)
-            shard = b"" if member is None else member.model.state()
+            shard = {} if member is None else member.model.plain_state()
             self.data = codec.encode({"whole": strategy._membership.state(trainer), "shard": shard})
             self.state = trainer.lightning_module.state()
 

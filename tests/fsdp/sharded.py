@@ -21,7 +21,6 @@ from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.replica.channels import Channels
-from unicron_lightning.replica.member import send_shard
 from unicron_lightning.strategies.fsdp.parallel import PolicyPrecision, Sharding, shard_module
 from unicron_lightning.worker import codec
 
@@ -188,13 +187,16 @@ def partner_dies(rank: int, world: int, folder: Path) -> Any:
             replica.step()
     # The third epoch has all four again; the broken replica's survivor has the parameters of the first step.
     replica.enter(3, 2, place, carried=place == 0)
-    data = replica.shard_model.state() if place == 0 else None
+    own = codec.encode(replica.shard_model.plain_state())
     if place == 1:
         replica.shard_model.begin()
     assert replica.channels is not None
-    received = send_shard(replica.channels, data, 0)
+    size = torch.tensor(len(own))
+    replica.channels.same_shard.broadcast(size, 0)
+    sent = torch.frombuffer(bytearray(own.ljust(int(size))[: int(size)]), dtype=torch.uint8)
+    replica.channels.same_shard.broadcast(sent, 0)
     if place == 1:
-        replica.shard_model.load_state(received)
+        replica.shard_model.load_state(codec.decode(sent.numpy().tobytes()))
     replica.shard_model.begin()
     replica.rows(list(range(ROWS))[place::2], ROWS * 2)
     replica.step()
@@ -231,7 +233,7 @@ def another_fit(rank: int, world: int, folder: Path) -> Any:
     shard.begin()
     replica.rows(range(ROWS), ROWS)
     replica.step()
-    earlier = shard.state()
+    earlier = codec.decode(codec.encode(shard.plain_state()))
     for optimizer in (None, torch.optim.AdamW(replica.net.parameters(), lr=1.0)):
         if optimizer is not None:
             shard.begin_fit(optimizer)
@@ -294,7 +296,8 @@ def beside_plain_fsdp(rank: int, world: int, folder: Path) -> Any:
         for row in range(ROWS):
             (loss_of(plain, row * world + rank) / (ROWS * world)).backward()
         optimizer.step()
-    shards = [codec.decode(part)["tensors"] for part in replica.group.collect(replica.shard_model.state())]
+    own = codec.encode(replica.shard_model.plain_state())
+    shards = [codec.decode(part)["tensors"] for part in replica.group.collect(own)]
     whole = whole_parameters(replica.net, shards) if shards else {}
     set_model_state_dict(other, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     found = [replica.parameters()]

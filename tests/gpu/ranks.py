@@ -13,19 +13,32 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from unicron_lightning import wire
 from unicron_lightning.worker.communication.background_connect import abandoned
-from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted
+from unicron_lightning.worker.communication.communicator import (
+    Communicator,
+    CommunicatorAborted,
+    Handle,
+    Route,
+    gather_bytes,
+)
 from unicron_lightning.worker.communication.gloo import GlooCommunicator
-from unicron_lightning.worker.communication.nccl import NcclCommunicator
+from unicron_lightning.worker.communication.links.communicator import LinkCommunicator
+from unicron_lightning.worker.communication.links.hub import Hub
+from unicron_lightning.worker.communication.nccl import HostCommunicator, NcclCommunicator
+from unicron_lightning.worker.delivery import LARGE, deliver
+from unicron_lightning.worker.state_parts import DividedState
 
 NUMEL = 1 << 20
+STATE_NUMEL = 12_000_000
+"""Numbers of 8 bytes: more than a window."""
 WORKS = 4
 CYCLES = 100
 RENEWALS = 6
@@ -35,6 +48,15 @@ DEADLINE_SECONDS = 60.0
 """An abort by which a case ends that shows no error by itself."""
 
 Measured = dict[str, Any]
+
+
+class Gloo(GlooCommunicator):
+    """A host communicator of the cases without transfers; that of `delivered` has links, as in trainings."""
+
+    device = None
+
+    def transfer(self, routes: Sequence[Route]) -> Handle:
+        raise AssertionError("this case transfers nothing")
 
 
 class Rank:
@@ -51,9 +73,9 @@ class Rank:
     def is_last(self) -> bool:
         return self.rank == self.world - 1
 
-    def host(self, name: str, world: int) -> GlooCommunicator:
+    def host(self, name: str, world: int) -> Gloo:
         """Connect gloo among the first ``world`` ranks."""
-        return GlooCommunicator(dist.PrefixStore(f"{name}/gloo", self.store), self.rank, world, "127.0.0.1")
+        return Gloo(dist.PrefixStore(f"{name}/gloo", self.store), self.rank, world, "127.0.0.1")
 
     def connect(self, name: str, world: int | None = None) -> Communicator:
         """Connect the first ``world`` ranks, by default all of them."""
@@ -61,7 +83,28 @@ class Rank:
         host = self.host(name, size)
         return host if self.device.type == "cpu" else self.accelerated(name, size, host)
 
-    def accelerated(self, name: str, world: int, host: GlooCommunicator) -> NcclCommunicator:
+    def linked(self, name: str) -> LinkCommunicator:
+        """Connect links among all ranks."""
+        hub, ranks = Hub("127.0.0.1"), range(self.world)
+        self.store.set(f"{name}/{self.rank}", str(hub.port))
+        ports = [int(self.store.get(f"{name}/{rank}")) for rank in ranks]
+        members = [
+            wire.Member(worker=f"w{r}", agent=f"a{r}", node=f"n{r}", host="127.0.0.1", local_rank=0, port=ports[r])
+            for r in ranks
+        ]
+        epoch = wire.Epoch(
+            number=1,
+            kind="join",
+            members=members,
+            store=wire.Address(host="", port=0),
+            hold=False,
+            incident=None,
+            published_at=0.0,
+            key="0" * 32,
+        )
+        return LinkCommunicator(hub, epoch, self.rank, timedelta(seconds=30))
+
+    def accelerated(self, name: str, world: int, host: HostCommunicator) -> NcclCommunicator:
         """Connect NCCL beside a connected host communicator."""
         return NcclCommunicator(dist.PrefixStore(f"{name}/nccl", self.store), self.rank, world, self.device, host)
 
@@ -140,7 +183,6 @@ def killed(rank: Rank) -> Measured:
 
 def absent(rank: Rank) -> Measured:
     """K4: the last rank connects gloo and no more; the caller of the others gives the attempt up."""
-    from unicron_lightning import wire
     from unicron_lightning.worker.communication.background_connect import Connecting
 
     host = rank.host("absent", rank.world)
@@ -273,9 +315,31 @@ def deceived(rank: Rank) -> Measured:
     return {"complete": complete, "trusted": communicator.tells_success, "sum": float(tensor[-1])}
 
 
+def delivered(rank: Rank) -> Measured:
+    """K15: the last rank receives a state of tensors on the accelerator from the two others."""
+    host = rank.linked("delivered")
+    communicator = host if rank.device.type == "cpu" else rank.accelerated("delivered", rank.world, host)
+    tensors = [torch.arange(STATE_NUMEL, device=rank.device) * number for number in range(1, 4)]
+    state = {"checkpoint": {"state_dict": {str(number): tensor for number, tensor in enumerate(tensors)}}}
+    given = None if rank.is_last else DividedState.of(state, least=LARGE, paths=("",))
+    if rank.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if rank.device.type == "cuda" else 0
+    places = [(f"n{each}", f"n{each}") for each in range(rank.world)]
+    began = time.monotonic()
+    found = deliver(communicator, places, "delivered", given, lacks=rank.is_last)
+    seconds = time.monotonic() - began
+    further = torch.cuda.max_memory_allocated() - before if rank.device.type == "cuda" else 0
+    received = [] if found is None else list(found.state["checkpoint"]["state_dict"].values())
+    equal = all(torch.equal(one, other.cpu()) for one, other in zip(received, tensors, strict=False))
+    gather_bytes(host, b"")
+    communicator.close()
+    return {"tensors": len(received), "equal": equal, "seconds": seconds, "further": further}
+
+
 CASES = {
     case.__name__: case
-    for case in (sums, stopped, killed, absent, cycles, renewals, noting, joining, chained, deceived)
+    for case in (sums, stopped, killed, absent, cycles, renewals, noting, joining, chained, deceived, delivered)
 }
 
 

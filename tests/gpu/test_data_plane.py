@@ -93,6 +93,17 @@ def test_a_bucket_beside_a_peers_abort(record_property: RecordProperty) -> None:
     assert not (measured["complete"] and measured["trusted"]), "a sum without the stopped peer would count"
 
 
+@pytest.mark.gpu("K15")
+def test_a_state_is_delivered_from_device_to_device(record_property: RecordProperty) -> None:
+    """Windows of 64 MiB are staged on the receiver's device, whatever the size of the state is."""
+    *givers, receiver = kit.run("delivered", 3)
+    record_property("receiver", rounded(receiver))
+    assert receiver["tensors"] == 3 and receiver["equal"]
+    assert receiver["further"] < 2.5 * (64 << 20)  # a window of each of two sources
+    for giver in givers:
+        assert giver["tensors"] == 0 and giver["further"] < 1.5 * (64 << 20)
+
+
 @pytest.mark.gpu("figure")
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_times_of_aborts_and_connections(world: int, record_property: RecordProperty) -> None:

@@ -50,7 +50,7 @@ def test_a_joiner_makes_a_spare_whole_and_both_are_given_the_state() -> None:
     layout = plan_layout(3, [*later, ShardReport(shard=1)], SHAPE)
     assert [replica.members for replica in layout.replicas] == [(1, 2), (0, 3)]
     assert [replica.continues for replica in layout.replicas] == [True, False]
-    assert layout.stale == frozenset({0, 3}) and layout.sources == (0, 0) and layout.newest == 9
+    assert layout.stale == frozenset({0, 3}) and layout.newest == 9
     assert layout.missing(SHAPE) == []
 
 

@@ -101,6 +101,22 @@ class StandInWork:
         return True
 
 
+class StandInPassing(StandInWork):
+    """WorkNCCL of an exchange of tensors of different sizes, from each rank to each."""
+
+    def __init__(self, group: StandInGroup, number: int, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        super().__init__(group, number, torch.zeros(1), None)
+        self.received, self.sent = received, sent
+
+    def deliver(self) -> None:
+        if not self.delivered and not self.group.aborted:
+            self.delivered = True
+            for source, target in enumerate(self.received):
+                other = self.group.network.calls[self.number][source]
+                assert isinstance(other, StandInPassing)
+                target.copy_(other.sent[self.rank])
+
+
 class StandInGroup:
     """ProcessGroupNCCL of one rank, with a communicator that is connected when all ranks have enqueued."""
 
@@ -120,10 +136,13 @@ class StandInGroup:
             network.groups[rank] = self
 
     def allreduce(self, tensors: Sequence[Tensor]) -> StandInWork:
-        return self._enqueue(tensors[0], None)
+        return self._enqueue(lambda number: StandInWork(self, number, tensors[0], None))
 
     def broadcast(self, tensor: Tensor, root: int) -> StandInWork:
-        return self._enqueue(tensor, root)
+        return self._enqueue(lambda number: StandInWork(self, number, tensor, root))
+
+    def alltoall(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> StandInWork:
+        return self._enqueue(lambda number: StandInPassing(self, number, received, sent))
 
     def abort(self) -> None:
         self.threads.add(threading.current_thread().name)
@@ -156,14 +175,14 @@ class StandInGroup:
         time.sleep(self.network.destroy_seconds)
         self.threads.add(threading.current_thread().name)
 
-    def _enqueue(self, tensor: Tensor, root: int | None) -> StandInWork:
+    def _enqueue(self, make: Callable[[int], StandInWork]) -> StandInWork:
         with self.mutex:
             assert self.ready.wait(60)
         if self.aborted:
             raise dist.DistBackendError("NCCL communicator was aborted on rank 0.")
         if self.error is not None:
             raise dist.DistBackendError(self.error)
-        work = StandInWork(self, len(self.works), tensor, root)
+        work = make(len(self.works))
         self.works.append(work)
         self.network.begin(work)
         self.on_enqueue()
@@ -187,6 +206,9 @@ class Host:
 
     def broadcast(self, tensor: Tensor, root: int) -> Any:
         return self.inner.broadcast(tensor, root)
+
+    def transfer(self, routes: Any) -> Any:
+        return self.inner.transfer(routes)
 
     def wait(self, handle: Any) -> None:
         self.inner.wait(handle)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unicron_lightning import wire
 from unicron_lightning.wire.report_sums import summed
-from unicron_lightning.worker.communication.communicator import CommunicatorAborted, Handle
+from unicron_lightning.worker.communication.communicator import CommunicatorAborted, Handle, Route
 from unicron_lightning.worker.engine import Engine, World
 
 SECONDS = 10.0
@@ -53,6 +53,7 @@ class Hub:
         self.world = world
         self.condition = threading.Condition()
         self.calls: dict[int, dict[int, tuple[str, Tensor, int, FakeHandle]]] = {}
+        self.routes: dict[tuple[int, int], Sequence[Route]] = {}
         self.random = random.Random(seed)
 
     def begin(self, rank: int, call: int, kind: str, tensor: Tensor, root: int) -> FakeHandle:
@@ -69,6 +70,19 @@ class Hub:
                 self.condition.notify_all()
         return handle
 
+    def transfer(self, rank: int, call: int, routes: Sequence[Route]) -> FakeHandle:
+        with self.condition:
+            self.routes[rank, call] = routes
+            return self.begin(rank, call, "transfer", torch.zeros(len(routes)), 0)
+
+    def _pass(self, rank: int, call: int) -> None:
+        for number, route in enumerate(self.routes[rank, call]):
+            if rank in route.ranks[1:]:
+                sent = torch.cat(list(self.routes[route.ranks[0], call][number].memory))
+                parts = sent.split([len(each) for each in route.memory])
+                for target, part in zip(route.memory, parts, strict=True):
+                    target.copy_(part)
+
     def complete(self, call: int) -> bool:
         return len(self.calls.get(call, {})) == self.world
 
@@ -77,6 +91,10 @@ class Hub:
         if handle.done:
             return
         parts = self.calls[call]
+        if kind == "transfer":  # no source changes its tensors before all have what they lack
+            self._pass(rank, call)
+            handle.done = True
+            return
         if "result" not in self.__dict__:
             self.result: dict[int, Tensor] = {}
         if call not in self.result:
@@ -93,6 +111,7 @@ class HubCommunicator:
     """Base of communicators without a network: starts collectives in the hub that the members of an epoch share."""
 
     tells_success = True
+    device: torch.device | None = None
 
     def __init__(self, hub: Any, rank: int) -> None:
         self.rank, self.world = rank, hub.world
@@ -110,6 +129,13 @@ class HubCommunicator:
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         return self._begin("broadcast", tensor, root)
+
+    def transfer(self, routes: Sequence[Route]) -> Handle:
+        if self._reason is not None:
+            raise CommunicatorAborted(self._reason)
+        self._calls += 1
+        handle: Handle = self._hub.transfer(self.rank, self._calls, routes)
+        return handle
 
     def abort(self, reason: str) -> None:
         raise NotImplementedError

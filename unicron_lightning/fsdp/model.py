@@ -15,7 +15,8 @@ from unicron_lightning.fsdp.folder import load_optimizer, with_values
 from unicron_lightning.fsdp.gradients import ShardedGradients
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, local_shards, reset_after_exception, reshard
 from unicron_lightning.replica.channels import Channels, PeerGroup
-from unicron_lightning.worker import codec
+from unicron_lightning.worker.delivery import divided_shard
+from unicron_lightning.worker.state_parts import DividedState
 
 _CPU = torch.device("cpu")
 
@@ -144,16 +145,15 @@ class FsdpShard:
                 peers.broadcast(host, 0)
                 tensor.copy_(host)
 
-    def state(self) -> bytes:
-        """Parameters, buffers and optimizer of this shard."""
-        return codec.encode(self.plain_state())
+    def state(self) -> DividedState:
+        """Divide `plain_state`."""
+        return divided_shard(self.plain_state(), len(list(self.root.parameters())))
 
-    def load_state(self, data: bytes) -> None:
-        """Load the `state` of another worker of this shard.
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Load the `plain_state` of another worker of this shard.
 
         If only one of them has begun the next ``fit``, its optimizer is new, and the other's is not used any more.
         """
-        state = codec.decode(data)
         self.load_plain(state if state["fits"] == self.fits else {**state, "optimizer": {}})
 
     def plain_state(self) -> dict[str, Any]:

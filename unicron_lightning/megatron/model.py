@@ -19,7 +19,8 @@ from unicron_lightning.megatron.references import replace_groups, stale_groups
 from unicron_lightning.megatron.sharded import ShardedOptimizer, ShardKeeper, init_momentum, parameter_groups, parts_of
 from unicron_lightning.megatron.world import Groups
 from unicron_lightning.replica.mirror import Redundancy
-from unicron_lightning.worker import codec
+from unicron_lightning.worker.delivery import divided_shard
+from unicron_lightning.worker.state_parts import DividedState
 
 ForwardStep = Callable[[int], tuple[Tensor, Callable[[Tensor], Tensor]]]
 """Forward of a micro-batch on this stage: its output, and a function from that to the loss on the last stage."""
@@ -187,13 +188,13 @@ class ShardModel:
         self.ddp.broadcast_params()
         self.optimizer.reload_model_params()
 
-    def state(self) -> bytes:
-        """Encode `plain_state`."""
-        return codec.encode(self.plain_state())
+    def state(self) -> DividedState:
+        """Divide `plain_state`."""
+        return divided_shard(self.plain_state(), 0 if self.keeper is not None else len(list(self.module.parameters())))
 
-    def load_state(self, data: bytes) -> None:
-        """Load the `state` of another worker of this shard."""
-        self.load_plain(codec.decode(data))
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Load the `plain_state` of another worker of this shard."""
+        self.load_plain(state)
 
     def plain_state(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer of this shard, as plain data that shares their memory; only buffers if the

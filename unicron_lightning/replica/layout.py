@@ -85,15 +85,13 @@ class ReplicaLayout:
     Attributes:
         replicas: the active ones.
         shards: by rank.
-        stale: ranks of active workers that must get their shard's state from ``sources``.
-        sources: by shard, the place among the replicas of one with the newest state.
+        stale: ranks of active workers that must get their shard's state from others.
         newest: optimizer steps in the newest state.
     """
 
     replicas: tuple[Replica, ...]
     shards: tuple[int, ...]
     stale: frozenset[int]
-    sources: tuple[int, ...]
     newest: int
 
     def place(self, rank: int) -> int | None:
@@ -150,7 +148,6 @@ def plan_layout(epoch: int, words: Sequence[ShardReport], shape: ReplicaShape) -
         replicas=tuple(replicas),
         shards=tuple(shards),
         stale=frozenset(active - updated) if settled else frozenset(),
-        sources=tuple(_source(replicas, shard, updated) for shard in range(shape.shards)),
         newest=newest,
     )
 
@@ -190,7 +187,3 @@ def _form(
     ]
     number = min(most, *(len(ranks) for ranks in waiting))
     return [tuple(ranks[place] for ranks in waiting) for place in range(number)]
-
-
-def _source(replicas: Sequence[Replica], shard: int, updated: set[int]) -> int:
-    return next((place for place, replica in enumerate(replicas) if replica.members[shard] in updated), 0)

@@ -5,7 +5,7 @@ at the start, after a replacement, and at the end for spares.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -13,10 +13,12 @@ import torch
 
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import FabricShapeT, ReplicaFabric, run_released
-from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes
+from unicron_lightning.worker.communication.communicator import gather_bytes
+from unicron_lightning.worker.delivery import deliver
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
 from unicron_lightning.worker.rows import shares_of
+from unicron_lightning.worker.state_parts import DividedState
 
 
 class ReplicaGradients(Protocol):
@@ -106,11 +108,11 @@ class ReplicaModel(Protocol):
     def unify(self) -> None:
         """Equalise the initial parameters of all replicas."""
 
-    def state(self) -> bytes:
-        """State of this shard for another worker that holds it."""
+    def state(self) -> DividedState:
+        """State of this shard for other workers that hold it; it shares the memory of the model and its optimizer."""
 
-    def load_state(self, data: bytes) -> None:
-        """Load the `state` of another worker."""
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Load the state of another worker."""
 
 
 class ShardOperation(Indivisible):
@@ -152,58 +154,37 @@ class LastState(ShardOperation):
     name = "last_state"
 
     def attempt(self, engine: Engine) -> bytes:
-        communicator, own = engine.communicator, [self._fabric.own_shard, self._fabric.at]
-        words = gather_bytes(communicator, json.dumps(own).encode(), engine.tag(self.name))
-        held: list[list[int | None]] = [json.loads(word) for word in words]
-        newest = max(at for _, at in held if at is not None)
-        lacking = {shard for shard, at in held if at != newest}
-        for shard in range(self._fabric.shape.shards):
-            if shard in lacking:
-                self._send(engine, shard, newest, held.index([shard, newest]))
-        if lacking:
-            gather_bytes(communicator, b"", engine.tag(self.name))
+        words = gather_bytes(engine.communicator, json.dumps(self._fabric.at).encode(), engine.tag(self.name))
+        steps: set[int | None] = {json.loads(word) for word in words}
+        if len(steps) > 1:
+            newest = max(at for at in steps if at is not None)
+            send_shards(engine, self._fabric, self._model, newest, lacks=self._fabric.at != newest)
+            gather_bytes(engine.communicator, b"", engine.tag(self.name))
         return b""
 
-    def _send(self, engine: Engine, shard: int, newest: int, source: int) -> None:
-        """Send the state of a shard from a rank to those that lack it."""
-        fabric, communicator = self._fabric, engine.communicator
-        sends, takes = communicator.rank == source, fabric.own_shard == shard and fabric.at != newest
-        data = self._model.state() if sends else None
-        received = broadcast_bytes(communicator, data, source, keep=takes)
-        if takes:
-            self._model.load_state(received)
-            fabric.at = newest
 
-
-def transfer(fabric: ReplicaFabric[Any], model: ReplicaModel) -> None:
-    """Send the newest state of a shard to the epoch's workers that lack it, from another replica.
+def transfer(engine: Engine, fabric: ReplicaFabric[Any], model: ReplicaModel) -> None:
+    """Send the newest states of the shards to the epoch's workers that lack them; a collective of all members.
 
     Raises:
         CommunicatorAborted: a member failed.
     """
-    place, channels = fabric.place, fabric.channels
+    place = fabric.place
     assert place is not None
-    layout = place.layout
-    if channels is None or not any(layout.shards[rank] == fabric.shard for rank in layout.stale):
-        return
-    source, lacks = layout.sources[fabric.own_shard], place.rank in layout.stale
+    if place.layout.stale:
+        send_shards(engine, fabric, model, place.layout.newest, lacks=place.rank in place.layout.stale)
+
+
+def send_shards(engine: Engine, fabric: ReplicaFabric[Any], model: ReplicaModel, newest: int, *, lacks: bool) -> None:
+    """Send the states of shards after ``newest`` steps from the workers that have them to those that lack them."""
+    state = model.state() if fabric.at == newest and not lacks else None
     if lacks:
         fabric.at = None
-    data = run_released(lambda: send_shard(channels, model.state() if place.replica == source else None, source))
-    if lacks:
-        model.load_state(data)
-        fabric.at = layout.newest
-
-
-def send_shard(channels: Channels, data: bytes | None, source: int) -> bytes:
-    """Send the bytes of the worker of this shard in one replica to those in all."""
-    size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
-    channels.same_shard.broadcast(size, source)
-    buffer = torch.empty(int(size), dtype=torch.uint8)
-    if data is not None:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    channels.same_shard.broadcast(buffer, source)
-    return buffer.numpy().tobytes()
+    places = engine.world.places
+    found = deliver(engine.communicator, places, "shards state", state, lacks=lacks, subject=fabric.own_shard)
+    if found is not None:
+        model.load_state(found.state)
+        fabric.at = newest
 
 
 _Model = TypeVar("_Model", bound=ReplicaModel)
@@ -277,7 +258,7 @@ class ReplicaMember(Generic[FabricShapeT, _Model]):
             self._connect(model, channels)
             fabric.watch()
         engine.check()
-        transfer(fabric, model)
+        transfer(engine, fabric, model)
         if model.keeper is not None and place is not None and place.built and engine.world.epoch > 0:
             model.keeper.enter(engine, channels, place.layout.newest)
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from unicron_lightning.errors import ConfigError, UnicronError
-from unicron_lightning.worker.communication.communicator import Communicator, Handle, SoloCommunicator, gather_bytes
+from unicron_lightning.worker.communication.communicator import EpochCollectives, Handle, SoloCommunicator, gather_bytes
 from unicron_lightning.worker.state_parts import RackAndNode, apart, following
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class ShardsLost(UnicronError):
     """No version of the optimizer's state is complete; the message names the missing elements."""
 
 
-class Exchange(Communicator, Protocol):
+class Exchange(EpochCollectives, Protocol):
     """A communicator of the data-parallel group for tensors in host memory, such as a `GlooCommunicator`."""
 
     def all_to_all(self, sent: Tensor, sent_to: list[int], received: Tensor, received_from: list[int]) -> Handle:

@@ -6,22 +6,17 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
-import msgspec
-
 from unicron_lightning.wire import PARTING
 from unicron_lightning.worker.codec import pack_parts
-from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes, send_tensors
+from unicron_lightning.worker.communication.communicator import gather_bytes
+from unicron_lightning.worker.delivery import LARGE, deliver
 from unicron_lightning.worker.engine import JOIN, Engine, EpochChanged
 from unicron_lightning.worker.rows import Report, ReportSum
-from unicron_lightning.worker.state_parts import DividedState, restored
+from unicron_lightning.worker.state_parts import DividedState
 
 logger = logging.getLogger(__name__)
 
-_encode = msgspec.json.Encoder().encode
 _PARTS: Final = b"parts"
-_LARGE: Final = 1 << 20
-"""Bytes from which a joiner receives a tensor by itself."""
-_numbers = msgspec.json.Decoder(list[int]).decode
 
 
 class Indivisible:
@@ -65,11 +60,11 @@ class Agreement(Indivisible):
 
 
 class Join(Indivisible):
-    """The admission of joiners at a step boundary: members without state receive it from the first member with state.
+    """The admission of joiners at a step boundary: members without state receive it from those that have it.
 
-    The operation completes when all members have the state, so a donor that has left the boundary proves that no joiner
-    needs it any more. Large tensors are sent from where they are, and a joiner keeps the memory that it receives: no
-    rank holds the state once more beside its own, and those that have it need memory for a segment.
+    The operation completes when all members have the state, so a member that has left the boundary proves that no
+    joiner needs it any more. Large tensors are sent from where they are, and a joiner keeps the memory that it
+    receives: no rank holds the state once more beside its own. See `delivery`.
 
     Args:
         donate: returns this worker's state, plain data; called at most once, only if a member needs it.
@@ -87,19 +82,17 @@ class Join(Indivisible):
         self.admits = self.parts = False
         self._donate = donate
         self._donation: DividedState | None = None
-        self._root: int | None = None
+        self._delivers = False
 
     def plan(self, reports: ReportSum, rank: int) -> None:
-        self._root = reports.donor
-        self.admits = self.admits or self._root is not None
+        self._delivers = reports.donor is not None
+        self.admits = self.admits or self._delivers
 
     def attempt(self, engine: Engine) -> bytes:
         communicator = engine.communicator
         engine.activity.enter("boundary")
-        if self._root is not None:
-            state = self._give(engine) if engine.world.rank == self._root else None
-            engine.fault("join", engine.world.epoch)
-            self._pass_on(engine, state, self._root)
+        if self._delivers:
+            self._deliver(engine)
         gather_bytes(communicator, b"", engine.tag(self.name))
         if engine.world.hold and engine.control is not None:
             logger.warning("training_held world=%d reason=fewer nodes than the minimum", engine.world.size)
@@ -112,25 +105,25 @@ class Join(Indivisible):
     def adopt(self, result: bytes) -> None:
         self.parts = result == _PARTS
 
-    def _give(self, engine: Engine) -> DividedState:
-        if self._donation is None:
+    def _deliver(self, engine: Engine) -> None:
+        """Give the state, or receive it if this worker has none."""
+        lacks = not engine.has_state
+        if not lacks and self._donation is None:
             state = self._donate() if self.received is None else self.received
-            self._donation = DividedState.of(state, least=_LARGE, paths=("",))
-        return self._donation
-
-    def _pass_on(self, engine: Engine, state: DividedState | None, root: int) -> None:
-        """Send the state, or receive it if this worker has none."""
-        communicator, lacks = engine.communicator, not engine.has_state
-        header = common = large = None
-        if state is not None:
-            common, large = state.root, state.large
-            header = _encode([engine.position, engine.step, *(tensor.nbytes for tensor in large)])
-        position, step, *sizes = _numbers(broadcast_bytes(communicator, header, root))
-        received = broadcast_bytes(communicator, common, root, keep=lacks)
-        tensors = send_tensors(communicator, large, sizes, root, keep=lacks)
-        if lacks:
-            self.received = restored(received, tensors)
-            engine.position, engine.step, engine.has_state = position, step, True
+            self._donation = DividedState.of(state, least=LARGE, paths=("",))
+        engine.fault("join", engine.world.epoch)
+        found = deliver(
+            engine.communicator,
+            engine.world.places,
+            f"{self.name} state",
+            self._donation,
+            lacks=lacks,
+            note=(engine.position, engine.step),
+        )
+        if found is not None:
+            self.received = found.state
+            engine.position, engine.step = found.note
+            engine.has_state = True
             engine.report_again(self)
 
 

@@ -9,7 +9,7 @@ with the length of its root. The parts of a version are those of its first shard
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
@@ -35,22 +35,31 @@ class DividedState:
     Attributes:
         root: tree and small tensors, as bytes.
         large: the large tensors, on any device.
+        equal: for each of them, whether all workers of the shard have the same one.
         layout: SHA-256 of names, types and shapes of the large tensors, in hexadecimal digits. The small ones, which
             only the root has, differ between workers that have joined at different steps.
     """
 
     root: bytes
     large: Sequence[Tensor]
+    equal: Sequence[bool]
     layout: str
 
     @classmethod
-    def of(cls, state: Any, least: int = LARGE, paths: tuple[str, ...] = _EQUAL) -> DividedState:
+    def of(
+        cls,
+        state: Any,
+        least: int = LARGE,
+        paths: tuple[str, ...] = _EQUAL,
+        equal: Callable[[str], bool] = lambda path: path.startswith(_EQUAL),
+    ) -> DividedState:
         """Divide plain data.
 
         Args:
             state: plain data.
             least: bytes from which a tensor is a large one.
             paths: with which those of large tensors begin.
+            equal: whether the tensor at a path is equal on all workers of the shard.
 
         Raises:
             NotPlainData: the state holds anything else; the message contains the path to it.
@@ -64,12 +73,13 @@ class DividedState:
         return cls(
             root=pack_parts([msgspec.json.encode(sizes), tree, *small]),
             large=[tensor.detach() for (_, tensor), large in zip(tensors, divided, strict=True) if large],
+            equal=[equal(path) for path, _, _ in named],
             layout=hashlib.sha256(msgspec.json.encode(named)).hexdigest(),
         )
 
     def size(self, part: int, parts: int) -> int:
         """Return the bytes of a part."""
-        first, end = _range(sum(tensor.nbytes for tensor in self.large), part, parts)
+        first, end = part_range(sum(tensor.nbytes for tensor in self.large), part, parts)
         return _LENGTH + (len(self.root) if part == 0 else 0) + end - first
 
     def write(self, part: int, parts: int, target: Tensor) -> None:
@@ -84,15 +94,9 @@ class DividedState:
         head = len(root).to_bytes(_LENGTH, "little") + root
         at = len(head)
         target[:at] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        first, end = _range(sum(tensor.nbytes for tensor in self.large), part, parts)
-        begin = 0
-        for tensor in self.large:
-            low, high = max(first - begin, 0), min(end - begin, tensor.nbytes)
-            if low < high:
-                flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-                target[at : at + high - low].copy_(flat[low:high])
-                at += high - low
-            begin += tensor.nbytes
+        for piece in pieces(self.large, *part_range(sum(tensor.nbytes for tensor in self.large), part, parts)):
+            target[at : at + len(piece)].copy_(piece)
+            at += len(piece)
 
 
 def joined(parts: Sequence[bytes]) -> Any:
@@ -130,8 +134,22 @@ def _unpacked(root: bytes) -> tuple[list[tuple[int, bool]], bytes, list[bytes]]:
         raise ValueError(f"no parts of a state: {error}") from error
 
 
-def _range(total: int, part: int, parts: int) -> tuple[int, int]:
+def part_range(total: int, part: int, parts: int) -> tuple[int, int]:
+    """Return where a part of a number of bytes begins and ends."""
     return total * part // parts, total * (part + 1) // parts
+
+
+def pieces(tensors: Iterable[Tensor], first: int, end: int) -> Iterator[Tensor]:
+    """Yield the bytes of a range of tensors that follow each other, as uint8 of one dimension: views of their memory,
+    or of a copy of a tensor whose elements do not follow each other, or are conjugated or negated lazily.
+    """
+    begin = 0
+    for tensor in tensors:
+        low, high = max(first - begin, 0), min(end - begin, tensor.nbytes)
+        if low < high:
+            values = tensor.resolve_conj().resolve_neg().contiguous()
+            yield values.view(-1).view(torch.uint8)[low:high]
+        begin += tensor.nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +249,20 @@ def apart(
             if len(found) <= number and is_new and each not in found:
                 found.append(each)
     return found[1 + len(used) :]
+
+
+def nearest(rank: int, owners: Sequence[int], places: Sequence[RackAndNode], number: int) -> tuple[int, ...]:
+    """Choose the ranks from which a rank gets what they all have: those of its node, else of its rack, else any; as far
+    as possible on different racks and nodes, as for `apart`.
+
+    Args:
+        rank: the receiver.
+        owners: ranks that have it.
+        places: place of each rank.
+        number: most ranks to choose.
+    """
+    near = [[each for each in owners if places[each][part] == places[rank][part]] for part in (1, 0)]
+    return tuple(apart(rank, next(filter(None, near), list(owners)), places, number, anywhere=True))
 
 
 def holders(places: Sequence[RackAndNode], part: int, partners: int) -> list[int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from unicron_lightning.worker.communication.communicator import Route
 from unicron_lightning.worker.communication.links.exchanges import (
     CHUNK_BYTES,
     Broadcast,
@@ -17,6 +18,7 @@ from unicron_lightning.worker.communication.links.exchanges import (
     HostCollective,
     Outbound,
     PairwiseSum,
+    RoutedTransfer,
     summing,
 )
 from unicron_lightning.worker.communication.links.pattern import dials, distances, peers
@@ -53,7 +55,8 @@ class Network:
 
     def _send(self, rank: int, sends: Sequence[Outbound]) -> None:
         for send in sends:
-            assert send.rank in peers(rank, len(self.exchanges)), "there is no such link"
+            linked = send.rank in peers(rank, len(self.exchanges)) or isinstance(self.exchanges[rank], RoutedTransfer)
+            assert linked, "there is no such link"
             self.sent[rank] += 1
             self.parts = max(self.parts, send.part + 1)
             self.bytes[rank] += len(send.data)
@@ -180,3 +183,47 @@ def test_a_loss_costs_few_new_links(world: int) -> None:
     new = [len({names[p] for p in peers(rank, world - 1)} - before[name]) for rank, name in enumerate(names)]
     assert max(new) <= 2 * len(distances(world - 1))
     assert sum(new) / len(new) < 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_transfers_along_several_routes(seed: int) -> None:
+    """A rank sends each byte at most once, and one without a part is done at once."""
+    ways = [(0, 3, 4), (1, 4, 3), (2, 5), (0, 5)]
+    sent = [[torch.arange(size) + seed for size in (CHUNK_BYTES // 8 + 3, 0, number)] for number in range(1, 5)]
+    received: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def memory(rank: int, number: int) -> list[torch.Tensor]:
+        if rank not in ways[number]:
+            return []
+        own = sent[number] if rank == ways[number][0] else [torch.zeros_like(each) for each in sent[number]]
+        received[rank, number] = own
+        return own
+
+    sizes = [sum(each.nbytes for each in tensors) for tensors in sent]
+    exchanges = [
+        RoutedTransfer([Route(way, sizes[at], memory=memory(rank, at)) for at, way in enumerate(ways)], rank)
+        for rank in range(7)
+    ]
+    assert [exchange.done for exchange in exchanges] == [False] * 6 + [True]
+    network = Network(exchanges, seed)
+    network.run()
+    for (_, number), found in received.items():
+        assert all(torch.equal(one, other) for one, other in zip(found, sent[number], strict=True))
+    assert network.bytes == [sizes[0] + sizes[3], sizes[1], sizes[2], sizes[0], sizes[1], 0, 0]
+
+
+def test_a_transfer_refuses_what_it_does_not_expect() -> None:
+    data = torch.arange(5, dtype=torch.uint8)
+    sender, receiver = (RoutedTransfer([Route((0, 1), 5, memory=[data.clone()])], rank) for rank in range(2))
+    [chunk] = sender.begin()
+    with pytest.raises(KeyError):
+        receiver.place(1, 0)
+    with pytest.raises(KeyError):
+        receiver.place(0, 1)  # a confirmation, of bytes that it has not sent
+    receiver.place(0, 0)[:] = chunk.data
+    [confirmation] = receiver.arrived(0, 0)
+    with pytest.raises(KeyError):
+        receiver.place(0, 0)
+    assert receiver.done and not sender.done
+    assert len(sender.place(0, confirmation.segment)) == 0 and not sender.arrived(0, confirmation.segment)
+    assert sender.done

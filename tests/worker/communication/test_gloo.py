@@ -18,15 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unicron_lightning.worker.codec import raw
 from unicron_lightning.worker.communication.communicator import (
-    Communicator,
     CommunicatorAborted,
+    EpochCollectives,
     SoloCommunicator,
     broadcast_bytes,
     gather_bytes,
     gather_rows,
-    send_tensors,
 )
 from unicron_lightning.worker.communication.gloo import GlooCommunicator, wait_buried
 
@@ -40,7 +38,7 @@ def client(server: dist.TCPStore, prefix: str) -> dist.Store:
     return dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", server.port, is_master=False))
 
 
-def in_threads(server: dist.TCPStore, world: int, body: Callable[[Communicator], Any]) -> list[Any]:
+def in_threads(server: dist.TCPStore, world: int, body: Callable[[EpochCollectives], Any]) -> list[Any]:
     """Run ``body`` on each rank of a new group; ranks share the process."""
     results: list[Any] = [None] * world
     prefix = uuid.uuid4().hex
@@ -72,7 +70,7 @@ def in_threads(server: dist.TCPStore, world: int, body: Callable[[Communicator],
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_collectives(server: dist.TCPStore, world: int) -> None:
-    def body(communicator: Communicator) -> Any:
+    def body(communicator: EpochCollectives) -> Any:
         summed = torch.full((5,), float(communicator.rank + 1))
         copied = torch.full((2, 2), communicator.rank, dtype=torch.int64)
         first, second = communicator.all_reduce(summed), communicator.broadcast(copied, 1)
@@ -87,7 +85,7 @@ def test_collectives(server: dist.TCPStore, world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_rows(server: dist.TCPStore, world: int) -> None:
-    def body(communicator: Communicator) -> Any:
+    def body(communicator: EpochCollectives) -> Any:
         return gather_rows(communicator, [communicator.rank, 0.5]).tolist()
 
     rows = [[float(rank), 0.5] for rank in range(world)]
@@ -96,7 +94,7 @@ def test_rows(server: dist.TCPStore, world: int) -> None:
 
 
 def test_bytes(server: dist.TCPStore) -> None:
-    def body(communicator: Communicator) -> Any:
+    def body(communicator: EpochCollectives) -> Any:
         parts = gather_bytes(communicator, bytes(range(100)) * communicator.rank)
         empty = gather_bytes(communicator, b"")
         sent = broadcast_bytes(communicator, b"hello" if communicator.rank == 2 else None, 2)
@@ -107,15 +105,13 @@ def test_bytes(server: dist.TCPStore) -> None:
     assert in_threads(server, 3, body) == [expected] * 3
 
 
-def test_tensors_are_received_in_segments_by_those_that_keep_them(
+def test_bytes_are_received_in_segments_by_those_that_do_not_keep_them(
     server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unicron_lightning.worker.communication.communicator.SEGMENT_BYTES", 7)
-    tensors = [torch.arange(6.0).view(2, 3).t(), torch.tensor([True, False])]
-    sizes = [tensor.nbytes for tensor in tensors]
     largest: list[int] = []
 
-    def body(communicator: Communicator) -> Any:
+    def body(communicator: EpochCollectives) -> Any:
         begun = communicator.broadcast
 
         def broadcast(tensor: torch.Tensor, root: int) -> Any:
@@ -123,13 +119,10 @@ def test_tensors_are_received_in_segments_by_those_that_keep_them(
             return begun(tensor, root)
 
         monkeypatch.setattr(communicator, "broadcast", broadcast)
-        given = tensors if communicator.rank == 1 else None
-        found = send_tensors(communicator, given, sizes, 1, keep=communicator.rank == 0)
-        text = broadcast_bytes(communicator, b"x" * 20 if given else None, 1, keep=communicator.rank == 0)
-        return [bytes(each.tolist()) for each in found], text
+        given = b"0123456789" * 2 if communicator.rank == 1 else None
+        return broadcast_bytes(communicator, given, 1, keep=communicator.rank == 0)
 
-    kept = [raw(tensor) for tensor in tensors], b"x" * 20
-    assert in_threads(server, 3, body) == [kept, ([], b""), ([], b"")]
+    assert in_threads(server, 3, body) == [b"0123456789" * 2, b"", b""]
     assert max(largest) == 8  # its memory: that of the size of the bytes to come
 
 
@@ -144,7 +137,7 @@ def test_a_world_of_one() -> None:
 def test_an_abort_releases_a_wait(server: dist.TCPStore) -> None:
     """Rank 1 never takes part; rank 0 waits and is released by another thread."""
 
-    def body(communicator: Communicator) -> Any:
+    def body(communicator: EpochCollectives) -> Any:
         if communicator.rank == 1:
             return None
         handle = communicator.all_reduce(torch.ones(1000))
@@ -167,7 +160,7 @@ def test_an_abort_releases_a_wait(server: dist.TCPStore) -> None:
 def test_what_fails_by_an_abort_says_why(server: dist.TCPStore) -> None:
     """The collective has failed with gloo's own message before any thread waits for it."""
 
-    def body(communicator: Communicator) -> None:
+    def body(communicator: EpochCollectives) -> None:
         if communicator.rank == 0:
             handle = communicator.all_reduce(torch.ones(1000))
             communicator.abort("epoch 2")
@@ -186,7 +179,7 @@ def test_nothing_is_left_after_many_groups(server: dist.TCPStore) -> None:
         gc.collect()
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
-    def half_done(communicator: Communicator) -> None:
+    def half_done(communicator: EpochCollectives) -> None:
         communicator.wait(communicator.all_reduce(torch.ones(10)))
         if communicator.rank == 0:
             communicator.all_reduce(torch.ones(10))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, NoReturn, Protocol
 
@@ -21,7 +22,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from unicron_lightning.errors import ProgramsDiffer, UnicronError
-from unicron_lightning.worker.codec import flat
 from unicron_lightning.worker.control.activity import Activity
 
 STOP: Final = "stop"
@@ -30,7 +30,7 @@ PATHS: Final = "the members' scripts have taken different paths"
 _TAG_BYTES: Final = 100
 _NAMED: Final = 8
 SEGMENT_BYTES: Final = 1 << 26
-"""Most bytes that are broadcast at a time."""
+"""Most bytes of one tensor that are broadcast at a time."""
 
 
 class CommunicatorAborted(UnicronError):
@@ -64,7 +64,25 @@ class Handle:
         return self._work
 
 
-class Communicator(Protocol):
+@dataclass(frozen=True)
+class Route:
+    """Bytes on their way through some ranks. All ranks know all routes; the memory is each rank's own.
+
+    Attributes:
+        ranks: the first one sends, and each of the others receives.
+        size: number of bytes.
+        accelerated: whether they go from accelerator to accelerator. There is then at most one route of two ranks.
+        memory: uint8 of one dimension, whose bytes follow each other: one tensor if ``accelerated``, else any number of
+            contiguous ones, in host memory. Empty on a rank that is not on the route.
+    """
+
+    ranks: tuple[int, ...]
+    size: int
+    accelerated: bool = False
+    memory: Sequence[Tensor] = ()
+
+
+class EpochCollectives(Protocol):
     """Collectives among the members of one epoch.
 
     Attributes:
@@ -112,12 +130,30 @@ class Communicator(Protocol):
         ...
 
 
+class Communicator(EpochCollectives, Protocol):
+    """Collectives, and bytes from rank to rank.
+
+    Attributes:
+        device: of the tensors that it sends from accelerator to accelerator; None without one.
+    """
+
+    device: torch.device | None
+
+    def transfer(self, routes: Sequence[Route]) -> Handle:
+        """Start passing bytes along routes; all ranks start it, with the same routes.
+
+        The handle is done once the bytes for this rank have arrived, and the memory of those that it sends is free.
+        """
+        ...
+
+
 class SoloCommunicator:
     """The communicator of a world of one, without communication."""
 
     rank = 0
     world = 1
     tells_success = True
+    device: torch.device | None = None
 
     def __init__(self) -> None:
         self._reason: str | None = None
@@ -132,6 +168,10 @@ class SoloCommunicator:
         return Handle(None)
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        self._check()
+        return Handle(None)
+
+    def transfer(self, routes: Sequence[Route]) -> Handle:
         self._check()
         return Handle(None)
 
@@ -152,7 +192,7 @@ class SoloCommunicator:
             raise CommunicatorAborted(self._reason)
 
 
-def gather_rows(communicator: Communicator, row: Sequence[float]) -> Tensor:
+def gather_rows(communicator: EpochCollectives, row: Sequence[float]) -> Tensor:
     """Gather equally many numbers of each rank as the rows of a float64 matrix, in rank order.
 
     A gather needs half the hops of a sum, and for small messages the number of hops determines the duration.
@@ -163,7 +203,7 @@ def gather_rows(communicator: Communicator, row: Sequence[float]) -> Tensor:
     return received
 
 
-def gather_bytes(communicator: Communicator, payload: bytes, tag: str = "") -> list[bytes]:
+def gather_bytes(communicator: EpochCollectives, payload: bytes, tag: str = "") -> list[bytes]:
     """Gather each rank's payload, in rank order, on every rank.
 
     Gathers the sizes, and then (unless all are empty) the payloads: as rows if their sizes are similar, else by the sum
@@ -196,7 +236,7 @@ def gather_bytes(communicator: Communicator, payload: bytes, tag: str = "") -> l
     return [data[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def _raise_difference(communicator: Communicator, tag: str) -> NoReturn:
+def _raise_difference(communicator: EpochCollectives, tag: str) -> NoReturn:
     """Raise the error of ranks in different exchanges, from which a recovery follows if one of them gives way."""
     row = torch.frombuffer(bytearray(tag.encode()[:_TAG_BYTES].ljust(_TAG_BYTES, b"\0")), dtype=torch.uint8)
     rows = torch.empty(communicator.world, _TAG_BYTES, dtype=torch.uint8)
@@ -223,51 +263,27 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {first}{more}"
 
 
-def broadcast_bytes(communicator: Communicator, payload: bytes | None, root: int, *, keep: bool = True) -> bytes:
-    """Send the payload of rank ``root`` to every rank; the others pass None. A rank that does not keep it gets b""."""
+def broadcast_bytes(communicator: EpochCollectives, payload: bytes | None, root: int, *, keep: bool = True) -> bytes:
+    """Send the payload of rank ``root`` to every rank; the others pass None. A rank that does not keep it gets b"", and
+    needs memory for a segment only.
+    """
     size = torch.tensor([len(payload) if payload is not None else 0], dtype=torch.int64)
     communicator.wait(communicator.broadcast(size, root))
-    if not size:
+    total = int(size)
+    if not total:
         return b""
-    sent = None if payload is None else [torch.frombuffer(bytearray(payload), dtype=torch.uint8)]
-    received = send_tensors(communicator, sent, [int(size)], root, keep=keep)
-    if payload is not None and keep:
-        return payload
-    return received[0].numpy().tobytes() if received else b""
-
-
-def send_tensors(
-    communicator: Communicator, tensors: Sequence[Tensor] | None, sizes: Sequence[int], root: int, *, keep: bool
-) -> list[Tensor]:
-    """Send the bytes of tensors of rank ``root`` to every rank, one after another, in segments.
-
-    Args:
-        communicator: of the epoch.
-        tensors: of ``root``, on any device: they are sent from where they are, or through a copy of one of them; None
-            on the other ranks.
-        sizes: bytes of each tensor, the same on all ranks.
-        root: the sender.
-        keep: whether this rank keeps them; otherwise it has memory for a segment only.
-
-    Returns:
-        the bytes (uint8, one dimension); empty on the sender, and on ranks that do not keep them.
-    """
-    received: list[Tensor] = []
-    room, used = min(SEGMENT_BYTES, sum(sizes)), 0
-    passed = torch.empty(0 if keep else room, dtype=torch.uint8)
-    for size, tensor in zip(sizes, [None] * len(sizes) if tensors is None else tensors, strict=True):
-        data = flat(tensor) if tensor is not None else torch.empty(size, dtype=torch.uint8) if keep else None
-        for start in range(0, size, SEGMENT_BYTES):
-            count = min(SEGMENT_BYTES, size - start)
-            if used + count > room:
-                gather_rows(communicator, [0.0])  # all ranks have the bytes of which `passed` may still be sent
-                used = 0
-            part = passed[used : used + count] if data is None else data[start : start + count]
-            communicator.wait(communicator.broadcast(part, root))
-            used += count
-        if keep and tensor is None and data is not None:
-            received.append(data)
-    return received
+    if payload is not None:
+        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    else:
+        data = torch.empty(total if keep else min(total, SEGMENT_BYTES), dtype=torch.uint8)
+    for start in range(0, total, SEGMENT_BYTES):
+        if start:
+            gather_rows(communicator, [0.0])  # all ranks have the bytes that this one may still pass on
+        place = start if keep or payload is not None else 0
+        communicator.wait(communicator.broadcast(data[place : place + min(SEGMENT_BYTES, total - start)], root))
+    if not keep:
+        return b""
+    return data.numpy().tobytes() if payload is None else payload
 
 
 class Gate:
@@ -336,6 +352,7 @@ class ForwardingCommunicator:
 
     def __init__(self, base: Communicator) -> None:
         self.rank, self.world, self.tells_success = base.rank, base.world, base.tells_success
+        self.device = base.device
         self._base = base
 
     def all_reduce(self, tensor: Tensor) -> Handle:
@@ -346,6 +363,9 @@ class ForwardingCommunicator:
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         return self._base.broadcast(tensor, root)
+
+    def transfer(self, routes: Sequence[Route]) -> Handle:
+        return self._base.transfer(routes)
 
     def wait(self, handle: Handle) -> None:
         self._base.wait(handle)
@@ -371,6 +391,14 @@ class WatchedCommunicator(ForwardingCommunicator):
     def __init__(self, base: Communicator, activity: Activity) -> None:
         super().__init__(base)
         self._activity = activity
+
+    @override
+    def transfer(self, routes: Sequence[Route]) -> Handle:
+        self._activity.waits(True)  # further peers may have to be connected first
+        try:
+            return super().transfer(routes)
+        finally:
+            self._activity.waits(False)
 
     @override
     def wait(self, handle: Handle) -> None:

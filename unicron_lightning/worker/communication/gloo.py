@@ -24,7 +24,13 @@ from torch import Tensor
 from unicron_lightning import wire
 from unicron_lightning.worker.communication import sockets
 from unicron_lightning.worker.communication.background_connect import abandoned
-from unicron_lightning.worker.communication.communicator import CommunicatorAborted, Gate, Handle, gather_bytes
+from unicron_lightning.worker.communication.communicator import (
+    CommunicatorAborted,
+    Gate,
+    Handle,
+    Route,
+    gather_bytes,
+)
 from unicron_lightning.worker.communication.gloo_addresses import (
     AddressStore,
     AllGather,
@@ -351,6 +357,7 @@ LARGE_BYTES: Final = 1 << 20
 
 class CpuCommunicator:
     """Collectives of one epoch on host memory: small tensors use the process's links, large ones gloo, faster then.
+    Bytes from rank to rank use links.
 
     gloo connects a worker to its neighbours in the ring when the first large tensor is summed.
 
@@ -366,6 +373,7 @@ class CpuCommunicator:
     """
 
     tells_success = True
+    device: torch.device | None = None
 
     def __init__(self, hub: Hub, epoch: wire.Epoch, rank: int, host: str, timeout: timedelta) -> None:
         self.rank = rank
@@ -388,6 +396,9 @@ class CpuCommunicator:
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         return self._by_size(tensor).broadcast(tensor, root)
+
+    def transfer(self, routes: Sequence[Route]) -> Handle:
+        return self._links.transfer(routes)
 
     def wait(self, handle: Handle) -> None:
         (self._links if isinstance(handle, LinkHandle) else self._gloo).wait(handle)

@@ -8,7 +8,7 @@ the tests on hardware.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.communication.abort_barrier import AbortBarrier
 from unicron_lightning.worker.communication.background_connect import abandoned
-from unicron_lightning.worker.communication.communicator import Handle
+from unicron_lightning.worker.communication.communicator import Handle, Route
 from unicron_lightning.worker.communication.gloo import OPERATION_TIMEOUT
 from unicron_lightning.worker.communication.owned_group import OwnedGroup, OwnedHandle
 
@@ -35,11 +35,12 @@ MakeGroup = Callable[[dist.Store, int, int], Any]
 
 
 class HostCommunicator(Protocol):
-    """A communicator for tensors in host memory, such as `gloo.GlooCommunicator`."""
+    """A communicator for tensors in host memory, such as `links.communicator.LinkCommunicator`."""
 
     def all_reduce(self, tensor: Tensor) -> Handle: ...
     def all_gather(self, received: Tensor, sent: Tensor) -> Handle: ...
     def broadcast(self, tensor: Tensor, root: int) -> Handle: ...
+    def transfer(self, routes: Sequence[Route]) -> Handle: ...
     def wait(self, handle: Handle) -> None: ...
     def abort(self, reason: str) -> None: ...
     def close(self) -> None: ...
@@ -121,6 +122,7 @@ class NcclCommunicator:
     ) -> None:
         self.rank = rank
         self.world = world
+        self.device: torch.device | None = device
         self._host = host
         self._device = device.type
         build = make or (lambda store, rank, world: make_group(store, rank, world, device))
@@ -149,6 +151,21 @@ class NcclCommunicator:
         if tensor.device.type != self._device:
             return self._host.broadcast(tensor, root)
         return self._owned.enqueue(lambda group: group.broadcast(tensor, root), tensor)
+
+    def transfer(self, routes: Sequence[Route]) -> Handle:
+        """Over NCCL the first rank of a route sends to each of the others."""
+        if not any(route.accelerated for route in routes):
+            return self._host.transfer(routes)
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        sent, received = [nothing] * self.world, [nothing] * self.world
+        for route in routes:
+            source, *others = route.ranks
+            if self.rank == source:
+                for rank in others:
+                    [sent[rank]] = route.memory
+            elif self.rank in others:
+                [received[source]] = route.memory
+        return self._owned.enqueue(lambda group: group.alltoall(received, sent), (received, sent))
 
     def wait(self, handle: Handle) -> None:
         if isinstance(handle, OwnedHandle):

@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from torch import Tensor
-
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.communication.abort_barrier import BARRIER_SECONDS, AbortBarrier
 from unicron_lightning.worker.communication.communicator import Gate, Handle
@@ -85,13 +83,13 @@ class Group(Protocol):
 class OwnedHandle(Handle):
     """One collective of an owned group; ``done`` after its owner has seen it end before an abort of this group."""
 
-    __slots__ = ("owned", "tensor")
+    __slots__ = ("memory", "owned")
 
-    def __init__(self, work: GroupWork, tensor: Tensor) -> None:
+    def __init__(self, work: GroupWork, memory: object) -> None:
         super().__init__(None)
         self.done = False
         self.owned = work
-        self.tensor = tensor
+        self.memory = memory
         """Kept alive while the library may write to it."""
 
     def succeeded(self) -> bool:
@@ -149,8 +147,8 @@ class OwnedGroup:
                 self.abort(reason)
         self._check()
 
-    def enqueue(self, begin: Callable[[Any], GroupWork], tensor: Tensor) -> OwnedHandle:
-        """Start a collective of ``tensor``.
+    def enqueue(self, begin: Callable[[Any], GroupWork], memory: object) -> OwnedHandle:
+        """Start a collective of tensors in ``memory``.
 
         Raises:
             CommunicatorAborted: the group is aborted, or the library reports an error.
@@ -160,7 +158,7 @@ class OwnedGroup:
             self._check()
         try:
             self._check()
-            handle = self._begin(begin, tensor)
+            handle = self._begin(begin, memory)
         finally:
             self._enqueuing.release()
         with self.gate.condition:
@@ -168,9 +166,9 @@ class OwnedGroup:
             self.gate.condition.notify_all()
         return handle
 
-    def _begin(self, begin: Callable[[Any], GroupWork], tensor: Tensor) -> OwnedHandle:
+    def _begin(self, begin: Callable[[Any], GroupWork], memory: object) -> OwnedHandle:
         try:
-            return OwnedHandle(begin(self._group), tensor)
+            return OwnedHandle(begin(self._group), memory)
         except RuntimeError as error:
             self._fail(error)
             self._check()

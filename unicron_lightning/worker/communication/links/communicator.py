@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from collections.abc import Sequence, Set
 from datetime import timedelta
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from unicron_lightning import wire
 from unicron_lightning.worker.communication.background_connect import abandoned
-from unicron_lightning.worker.communication.communicator import CommunicatorAborted, Gate, Handle
-from unicron_lightning.worker.communication.links.exchanges import Broadcast, Gather, HostCollective, summing
+from unicron_lightning.worker.communication.communicator import CommunicatorAborted, Gate, Handle, Route
+from unicron_lightning.worker.communication.links.exchanges import (
+    Broadcast,
+    Gather,
+    HostCollective,
+    RoutedTransfer,
+    summing,
+)
 from unicron_lightning.worker.communication.links.greeting import REPLY_BYTES, Hello, confirm
 from unicron_lightning.worker.communication.links.hub import Hub
 from unicron_lightning.worker.communication.links.session import LinkSession
@@ -42,15 +51,17 @@ class LinkCommunicator:
     """
 
     tells_success = True
+    device: torch.device | None = None
 
     def __init__(self, hub: Hub, epoch: wire.Epoch, rank: int, timeout: timedelta) -> None:
         self.rank = rank
         self.world = len(epoch.members)
         self.gate = Gate()
         self._hub = hub
+        self._seconds = timeout.total_seconds()
         self._session = hub.open(epoch, rank, self.gate)
         try:
-            self._connect(time.monotonic() + timeout.total_seconds())
+            self._connect()
         except BaseException as error:
             self.abort(str(error).splitlines()[0][:200] if str(error) else repr(error))
             raise
@@ -63,6 +74,10 @@ class LinkCommunicator:
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         return self._begin(Broadcast(tensor, root, self.rank, self.world))
+
+    def transfer(self, routes: Sequence[Route]) -> Handle:
+        self._reach({rank for route in routes for rank in self._neighbours(route)})
+        return self._begin(RoutedTransfer(routes, self.rank))
 
     def wait(self, handle: Handle) -> None:
         self.gate.wait(handle, self.abort)
@@ -84,8 +99,31 @@ class LinkCommunicator:
     def _begin(self, exchange: HostCollective) -> Handle:
         return self._hub.begin(self._session, exchange)
 
-    def _connect(self, deadline: float) -> None:
+    def _neighbours(self, route: Route) -> tuple[int, ...]:
+        """The ranks before and after this one."""
+        if self.rank not in route.ranks:
+            return ()
+        at = route.ranks.index(self.rank)
+        return route.ranks[max(at - 1, 0) : at] + route.ranks[at + 1 : at + 2]
+
+    def _reach(self, ranks: Set[int]) -> None:
+        """Connect to further ranks, in a thread of its own: a peer that dies now blocks it for some seconds."""
         session = self._session
+        self._hub.extend(session, ranks)
+        if session.ready:
+            return
+        threading.Thread(target=self._connect_further, name="unicron-further-links", daemon=True).start()
+        session.gate.wait_for(lambda: session.ready)
+        session.gate.check()
+
+    def _connect_further(self) -> None:
+        try:
+            self._connect()
+        except CommunicatorAborted as error:
+            self.abort(str(error))
+
+    def _connect(self) -> None:
+        session, deadline = self._session, time.monotonic() + self._seconds
         while True:
             with self._hub.lock:
                 undialled, ready = session.undialled(), session.ready

@@ -15,10 +15,11 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from unicron_lightning.worker.communication.communicator import Route
 from unicron_lightning.worker.communication.links.pattern import distances
 
 CHUNK_BYTES: Final = 1 << 20
-"""Most bytes sent at once by broadcasts."""
+"""Most bytes sent at once by broadcasts and transfers."""
 GATHERED_SUM_BYTES: Final = 1 << 13
 """Sums up to this many bytes of all ranks together are gathered and added in rank order, the way of the fewest hops."""
 
@@ -310,6 +311,74 @@ class Broadcast:
 
     def _range(self, segment: int) -> memoryview:
         return self._data[segment * CHUNK_BYTES : (segment + 1) * CHUNK_BYTES]
+
+
+class RoutedTransfer:
+    """Passes bytes along routes, chunk by chunk: a rank forwards a chunk when it has arrived.
+
+    A rank confirms to the one before that it has all of a route's bytes. Thus a rank is done when the bytes that it has
+    sent, which may lie in the training's own tensors, are no longer needed.
+
+    Args:
+        routes: those of all ranks.
+        rank: this rank.
+    """
+
+    kind = 6
+
+    def __init__(self, routes: Sequence[Route], rank: int) -> None:
+        self.size = sum(route.size for route in routes)
+        self._chunks: dict[int, list[memoryview]] = {}
+        self._sender: dict[int, int] = {}
+        self._receiver: dict[int, int] = {}
+        for number, route in enumerate(routes):
+            if rank in route.ranks:
+                at = route.ranks.index(rank)
+                self._chunks[number] = [chunk for tensor in route.memory for chunk in _chunks(bytes_of(tensor))]
+                if at > 0:
+                    self._sender[number] = route.ranks[at - 1]
+                if at + 1 < len(route.ranks):
+                    self._receiver[number] = route.ranks[at + 1]
+        self._missing = {number: set(range(len(self._chunks[number]))) for number in self._sender}
+        self._unconfirmed = set(self._receiver)
+
+    @property
+    def done(self) -> bool:
+        return not self._missing and not self._unconfirmed
+
+    def begin(self) -> Sequence[Outbound]:
+        own = [number for number in self._receiver if number not in self._sender]
+        return [
+            send for number in own for chunk in range(len(self._chunks[number])) for send in self._pass(number, chunk)
+        ]
+
+    def place(self, part: int, segment: int) -> memoryview:
+        if part in self._unconfirmed and segment == len(self._chunks[part]):
+            return memoryview(bytearray())
+        if segment not in self._missing[part]:
+            raise KeyError(segment)
+        return self._chunks[part][segment]
+
+    def arrived(self, part: int, segment: int) -> Sequence[Outbound]:
+        if segment == len(self._chunks[part]):
+            self._unconfirmed.remove(part)
+            return []
+        missing = self._missing[part]
+        missing.remove(segment)
+        sends = self._pass(part, segment)
+        if not missing:
+            del self._missing[part]
+            sends.append(Outbound(self._sender[part], part, len(self._chunks[part]), memoryview(b"")))
+        return sends
+
+    def _pass(self, number: int, chunk: int) -> list[Outbound]:
+        if number not in self._receiver:
+            return []
+        return [Outbound(self._receiver[number], number, chunk, self._chunks[number][chunk])]
+
+
+def _chunks(data: memoryview) -> list[memoryview]:
+    return [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
 
 
 def summing(tensor: Tensor, rank: int, world: int) -> HostCollective:

@@ -13,7 +13,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -101,6 +101,16 @@ class Hub:
                 self._guarded(link.resume)
                 self._watch(link.sock.fileno(), link)
             return session
+
+    def extend(self, session: LinkSession, ranks: Set[int]) -> None:
+        """Have further ranks as peers in the epoch; use the links to them that exist."""
+        with self.lock:
+            session.gate.check()
+            session.further |= ranks
+            by_worker = {link.worker: link for link in self._links.values()}
+            for rank in ranks - session.links.keys():
+                if (link := by_worker.get(session.epoch.members[rank].worker)) is not None:
+                    self._use(session, rank, link)
 
     def adopt(self, session: LinkSession, rank: int, sock: socket.socket) -> None:
         """Use a connection that this end has dialled, after both proofs."""
@@ -366,7 +376,7 @@ def _fits(hello: Hello, session: LinkSession) -> bool:
     return (
         hello.epoch == session.epoch.number
         and hello.acceptor == session.rank
-        and hello.dialler in session.peers
+        and hello.dialler < session.world  # also one that needs a further link before this worker does
         and session.gate.reason is None
     )
 

@@ -59,12 +59,14 @@ class LinkSession:
         rank: of this worker.
         gate: on which the training thread waits.
         links: by rank; those that both ends use in this epoch are `ready`.
+        further: ranks to which this one needs a link beside those of the pattern.
     """
 
     epoch: wire.Epoch
     rank: int
     gate: Gate
     links: dict[int, Link] = field(default_factory=dict)
+    further: frozenset[int] = frozenset()
     _running: dict[int, _Running] = field(default_factory=dict)
     _early: dict[int, list[_Early]] = field(default_factory=dict)
     _early_bytes: int = 0
@@ -77,7 +79,7 @@ class LinkSession:
     @property
     def peers(self) -> set[int]:
         """The ranks that this one is connected to."""
-        return peers(self.rank, self.world)
+        return peers(self.rank, self.world) | self.further
 
     @property
     def ready(self) -> bool:
