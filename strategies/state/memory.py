@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 import msgspec
+import torch
+from torch import Tensor
 from typing_extensions import override
 
 from unicron_lightning import wire
@@ -32,6 +34,7 @@ from unicron_lightning.strategies.state import join_state
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes
+from unicron_lightning.worker.delivery import Stream, pass_streams, ways
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.operations import Agreement, Indivisible
 from unicron_lightning.worker.session import FitPassed
@@ -310,16 +313,28 @@ class PartnerCopies(Indivisible):
         return {part.number: divided.size(*part.share) for part in own}
 
 
+class _Copy(msgspec.Struct, frozen=True):
+    """A valid copy of a part: SHA-256, and number of bytes."""
+
+    digest: str
+    size: int
+
+
 class _Found(msgspec.Struct):
-    """A worker's shard of the model, and the digests of its valid copies of a version."""
+    """A worker's shard of the model, and its valid copies of a version by the numbers of the parts."""
 
     shard: int
-    digests: dict[int, str] = {}
+    copies: dict[int, _Copy]
+
+    @classmethod
+    def encoded(cls, shard: int, own: Mapping[int, tuple[str, bytes]]) -> bytes:
+        """Encode what a worker has, given digest and bytes of each part."""
+        return msgspec.json.encode(cls(shard, {part: _Copy(digest, len(data)) for part, (digest, data) in own.items()}))
 
 
-def _sources(views: Sequence[_Found], parts: int) -> list[int | None]:
-    """Return for each part the first rank that has a valid copy."""
-    return [next((rank for rank, view in enumerate(views) if part in view.digests), None) for part in range(parts)]
+def _missing(views: Sequence[_Found], parts: int) -> list[int]:
+    """Return the parts without a valid copy."""
+    return [part for part in range(parts) if not any(part in view.copies for view in views)]
 
 
 class CollectState(Indivisible):
@@ -370,26 +385,34 @@ class CollectState(Indivisible):
 
     def _collect(self, engine: Engine) -> list[bytes] | None:
         """Return all parts of this worker's shard, in order; None, on all ranks, if some part is nowhere valid."""
-        communicator, rank, shard = engine.communicator, engine.world.rank, self._division.shard
+        communicator, shard = engine.communicator, self._division.shard
         pieces = self._parts // self._division.shards
         needed = range(shard * pieces, (shard + 1) * pieces)
-        own = _Found(shard=shard, digests={part: digest for part, (digest, _) in self._own.items()})
-        told = gather_bytes(communicator, msgspec.json.encode(own), engine.tag(self.name))
-        views = [msgspec.json.decode(each, type=_Found) for each in told]
-        sources = _sources(views, self._parts)
-        if missing := [part for part, source in enumerate(sources) if source is None]:
-            self.reason = f"no worker has a valid copy of the parts {missing}" if rank == 0 else ""
+        own = _Found.encoded(shard, self._own)
+        views = [
+            msgspec.json.decode(each, type=_Found) for each in gather_bytes(communicator, own, engine.tag(self.name))
+        ]
+        if missing := _missing(views, self._parts):
+            self.reason = f"no worker has a valid copy of the parts {missing}" if communicator.rank == 0 else ""
             return None
-        parts = {part: data for part, (_, data) in self._own.items() if part in needed}
-        for part, source in enumerate(sources):
-            assert source is not None
-            known = {view.digests.get(part) for view in views if view.shard == part // pieces}
-            if len(known) > 1 or None in known:
-                sent = self._own[part][1] if rank == source else None
-                data = broadcast_bytes(communicator, sent, source, keep=part in needed)
-                if part in needed:
-                    parts[part] = data
-        return [parts[part] for part in needed]
+        received: dict[int, Tensor] = {}
+        streams = [self._stream(part, views, part // pieces, engine.world, received) for part in range(self._parts)]
+        pass_streams(communicator, [stream for stream in streams if stream.ways])
+        return [received[part].numpy().tobytes() if part in received else self._own[part][1] for part in needed]
+
+    def _stream(
+        self, part: int, views: Sequence[_Found], shard: int, world: World, received: dict[int, Tensor]
+    ) -> Stream:
+        """Return the way of a part from the workers with the first worker's copy to those of its shard without it."""
+        copy = next(view.copies[part] for view in views if part in view.copies)
+        givers = [rank for rank, view in enumerate(views) if view.copies.get(part) == copy]
+        lacking = [rank for rank, view in enumerate(views) if view.shard == shard and rank not in givers]
+        memory: list[Tensor] = []
+        if world.rank in lacking:
+            memory = [received.setdefault(part, torch.empty(copy.size, dtype=torch.uint8))]
+        elif lacking and world.rank in givers:
+            memory = [torch.frombuffer(bytearray(self._own[part][1]), dtype=torch.uint8)]
+        return Stream(ways(givers, lacking, world.places), copy.size, memory)
 
 
 class StateMemory:
@@ -504,10 +527,9 @@ class StateMemory:
 
     def _is_there(self, offer: wire.StateOffer, own: Mapping[int, tuple[str, bytes]]) -> bool:
         """Whether some worker has a valid copy of each part of a version; the same on all."""
-        view = _Found(shard=0, digests={part: digest for part, (digest, _) in own.items()})
-        operation = Agreement(f"{_name(offer)} later", lambda rank: msgspec.json.encode(view))
+        operation = Agreement(f"{_name(offer)} later", lambda rank: _Found.encoded(0, own))
         views = [msgspec.json.decode(each, type=_Found) for each in unpack_parts(self._strategy.engine.run(operation))]
-        return None not in _sources(views, offer.version.parts)
+        return not _missing(views, offer.version.parts)
 
     def _own(self, offer: wire.StateOffer, given: wire.StateGiven | None) -> dict[int, tuple[str, bytes]]:
         """Return digest and bytes of each valid part in this worker's agent's memory.

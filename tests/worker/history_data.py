@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from worker.simulation import HubCommunicator
+from worker.simulation import HubCommunicator, Transfers
 
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted, Handle
 
@@ -34,6 +34,7 @@ class Hub:
         self.ranks: dict[int, SimCommunicator] = {}
         self.calls: dict[int, dict[int, tuple[str, Tensor, int, SimHandle]]] = {}
         self.results: dict[int, Tensor] = {}
+        self.transfers = Transfers()
         self.due: list[tuple[int, int]] = []
         self.broken = False
         """Some rank has gone, or has cut its connections."""
@@ -53,9 +54,12 @@ class Hub:
 
     def deliver(self, place: int) -> None:
         rank, call = self.due.pop(place)
-        _, tensor, _, handle = self.calls[call][rank]
+        kind, tensor, _, handle = self.calls[call][rank]
         if not self.ranks[rank].is_over:
-            tensor.copy_(self.results[call])
+            if kind == "transfer":
+                self.transfers.receive(rank, call)
+            else:
+                tensor.copy_(self.results[call])
             handle.done = True
 
     def choices(self) -> list[Callable[[], None]]:

@@ -46,6 +46,27 @@ class FakeHandle(Handle):
         return self.done
 
 
+class Transfers:
+    """Routes that the members of an epoch have given, by rank and call."""
+
+    def __init__(self) -> None:
+        self._routes: dict[tuple[int, int], Sequence[Route]] = {}
+
+    def add(self, rank: int, call: int, routes: Sequence[Route]) -> Tensor:
+        """Keep a rank's routes; return what it takes part in a collective with."""
+        self._routes[rank, call] = routes
+        return torch.zeros(len(routes))
+
+    def receive(self, rank: int, call: int) -> None:
+        """Copy what a rank receives. No source changes its tensors before all ranks have what they lack."""
+        for number, route in enumerate(self._routes[rank, call]):
+            if rank in route.ranks[1:]:
+                sent = torch.cat(list(self._routes[route.ranks[0], call][number].memory))
+                parts = sent.split([len(each) for each in route.memory])
+                for target, part in zip(route.memory, parts, strict=True):
+                    target.copy_(part)
+
+
 class Hub:
     """State shared by the members of one epoch."""
 
@@ -53,7 +74,7 @@ class Hub:
         self.world = world
         self.condition = threading.Condition()
         self.calls: dict[int, dict[int, tuple[str, Tensor, int, FakeHandle]]] = {}
-        self.routes: dict[tuple[int, int], Sequence[Route]] = {}
+        self.transfers = Transfers()
         self.random = random.Random(seed)
 
     def begin(self, rank: int, call: int, kind: str, tensor: Tensor, root: int) -> FakeHandle:
@@ -70,19 +91,6 @@ class Hub:
                 self.condition.notify_all()
         return handle
 
-    def transfer(self, rank: int, call: int, routes: Sequence[Route]) -> FakeHandle:
-        with self.condition:
-            self.routes[rank, call] = routes
-            return self.begin(rank, call, "transfer", torch.zeros(len(routes)), 0)
-
-    def _pass(self, rank: int, call: int) -> None:
-        for number, route in enumerate(self.routes[rank, call]):
-            if rank in route.ranks[1:]:
-                sent = torch.cat(list(self.routes[route.ranks[0], call][number].memory))
-                parts = sent.split([len(each) for each in route.memory])
-                for target, part in zip(route.memory, parts, strict=True):
-                    target.copy_(part)
-
     def complete(self, call: int) -> bool:
         return len(self.calls.get(call, {})) == self.world
 
@@ -91,8 +99,8 @@ class Hub:
         if handle.done:
             return
         parts = self.calls[call]
-        if kind == "transfer":  # no source changes its tensors before all have what they lack
-            self._pass(rank, call)
+        if kind == "transfer":
+            self.transfers.receive(rank, call)
             handle.done = True
             return
         if "result" not in self.__dict__:
@@ -131,11 +139,7 @@ class HubCommunicator:
         return self._begin("broadcast", tensor, root)
 
     def transfer(self, routes: Sequence[Route]) -> Handle:
-        if self._reason is not None:
-            raise CommunicatorAborted(self._reason)
-        self._calls += 1
-        handle: Handle = self._hub.transfer(self.rank, self._calls, routes)
-        return handle
+        return self._begin("transfer", self._hub.transfers.add(self.rank, self._calls + 1, routes), 0)
 
     def abort(self, reason: str) -> None:
         raise NotImplementedError

@@ -139,7 +139,7 @@ def deliver(
     """
     own = DeliveryPart(subject, None if state is None else state.layout, lacks)
     subjects = _subjects(communicator, tag, own, state, note)
-    streams: list[_Stream] = []
+    streams: list[Stream] = []
     received: list[Tensor] = []
     for number, (givers, receivers, contents) in subjects.items():
         memory: list[Tensor] = []
@@ -149,7 +149,7 @@ def deliver(
             memory = [torch.frombuffer(bytearray(state.root), dtype=torch.uint8), *state.large]
         first, every = (ways(sources, receivers, places) for sources in (givers[:1], givers))
         streams += _streams(contents, memory, first, every)
-    _pass(communicator, streams)
+    pass_streams(communicator, streams)
     if not lacks:
         return None
     return Delivered(restored(received[0].numpy().tobytes(), received[1:]), subjects[subject].contents.note)
@@ -203,22 +203,22 @@ def _contents(communicator: Communicator, state: DividedState, note: Sequence[in
 
 
 @dataclass(frozen=True)
-class _Stream:
+class Stream:
     """Tensors that go the same ways, one after another.
 
     Attributes:
         ways: theirs.
         size: their bytes.
+        memory: this rank's; empty if it is on none of the ways.
         accelerated: whether they are on the accelerator.
         equal: whether all givers have them.
-        memory: this rank's; empty if it is on none of the ways.
     """
 
     ways: Sequence[Way]
     size: int
-    accelerated: bool
-    equal: bool
     memory: Sequence[Tensor]
+    accelerated: bool = False
+    equal: bool = True
 
     @property
     def windows(self) -> int:
@@ -226,7 +226,7 @@ class _Stream:
         return max(-(-self.size // (len(way.sources) * WINDOW_BYTES)) for way in self.ways)
 
 
-def _streams(contents: Contents, memory: Sequence[Tensor], first: Sequence[Way], every: Sequence[Way]) -> list[_Stream]:
+def _streams(contents: Contents, memory: Sequence[Tensor], first: Sequence[Way], every: Sequence[Way]) -> list[Stream]:
     """Divide a state: its root and what only the first giver has, and what all givers have; each by its device."""
     each = [(contents.root, False, False), *contents.large]
     found = []
@@ -234,11 +234,12 @@ def _streams(contents: Contents, memory: Sequence[Tensor], first: Sequence[Way],
         chosen = [number for number, (_, *kind) in enumerate(each) if kind == [equal, accelerated]]
         size = sum(each[number][0] for number in chosen)
         own = [memory[number] for number in chosen] if memory else []
-        found.append(_Stream(every if equal else first, size, accelerated, equal, own))
+        found.append(Stream(every if equal else first, size, own, accelerated, equal))
     return [stream for stream in found if stream.size]
 
 
-def _pass(communicator: Communicator, streams: Sequence[_Stream]) -> None:
+def pass_streams(communicator: Communicator, streams: Sequence[Stream]) -> None:
+    """Pass all bytes of streams on their ways; a collective of all members, who know the same ones."""
     for accelerated, equal in product((False, True), repeat=2):
         chosen = [stream for stream in streams if (stream.accelerated, stream.equal) == (accelerated, equal)]
         for window in range(max((stream.windows for stream in chosen), default=0)):
@@ -246,7 +247,7 @@ def _pass(communicator: Communicator, streams: Sequence[_Stream]) -> None:
 
 
 def _pass_window(
-    communicator: Communicator, streams: Sequence[_Stream], window: int, device: torch.device | None
+    communicator: Communicator, streams: Sequence[Stream], window: int, device: torch.device | None
 ) -> None:
     """Pass a window of each stream, through memory on an accelerator if one is given."""
     routes, arriving = [], []

@@ -105,27 +105,6 @@ def test_bytes(server: dist.TCPStore) -> None:
     assert in_threads(server, 3, body) == [expected] * 3
 
 
-def test_bytes_are_received_in_segments_by_those_that_do_not_keep_them(
-    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("unicron_lightning.worker.communication.communicator.SEGMENT_BYTES", 7)
-    largest: list[int] = []
-
-    def body(communicator: EpochCollectives) -> Any:
-        begun = communicator.broadcast
-
-        def broadcast(tensor: torch.Tensor, root: int) -> Any:
-            largest.append(tensor.untyped_storage().nbytes() if communicator.rank == 2 else 0)
-            return begun(tensor, root)
-
-        monkeypatch.setattr(communicator, "broadcast", broadcast)
-        given = b"0123456789" * 2 if communicator.rank == 1 else None
-        return broadcast_bytes(communicator, given, 1, keep=communicator.rank == 0)
-
-    assert in_threads(server, 3, body) == [b"0123456789" * 2, b"", b""]
-    assert max(largest) == 8  # its memory: that of the size of the bytes to come
-
-
 def test_a_world_of_one() -> None:
     solo = SoloCommunicator()
     assert gather_bytes(solo, b"x") == [b"x"] and broadcast_bytes(solo, b"y", 0) == b"y"

@@ -172,22 +172,6 @@ def test_tensors_of_inference_mode(members: Members) -> None:
     assert members.run("abc", body) == [([3.0] * 3, 3.0, [1, 1], [[1.0]] * 3)] * 3
 
 
-def test_members_pass_bytes_on_to_a_member_that_reads_late(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 stands between rank 0 and rank 3: it used its memory for the next segment before rank 3 had this one."""
-    monkeypatch.setattr("unicron_lightning.worker.communication.communicator.SEGMENT_BYTES", 2 << 20)
-    payload = b"".join(bytes([number]) * (2 << 20) for number in range(8))
-
-    def body(communicator: LinkCommunicator) -> Any:
-        rank = communicator.rank
-        if rank == 3:
-            time.sleep(0.5)
-        found = broadcast_bytes(communicator, payload if rank == 0 else None, 0, keep=rank == 3)
-        gather_bytes(communicator, b"")
-        return found == (payload if rank == 3 else b"")
-
-    assert members.run("abcd", body) == [True] * 4
-
-
 def test_survivors_keep_their_links(members: Members) -> None:
     members.run("abcde", everything)
     before = members.links("a")

@@ -29,8 +29,6 @@ STOP: Final = "stop"
 PATHS: Final = "the members' scripts have taken different paths"
 _TAG_BYTES: Final = 100
 _NAMED: Final = 8
-SEGMENT_BYTES: Final = 1 << 26
-"""Most bytes of one tensor that are broadcast at a time."""
 
 
 class CommunicatorAborted(UnicronError):
@@ -263,26 +261,16 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {first}{more}"
 
 
-def broadcast_bytes(communicator: EpochCollectives, payload: bytes | None, root: int, *, keep: bool = True) -> bytes:
-    """Send the payload of rank ``root`` to every rank; the others pass None. A rank that does not keep it gets b"", and
-    needs memory for a segment only.
-    """
+def broadcast_bytes(communicator: EpochCollectives, payload: bytes | None, root: int) -> bytes:
+    """Send the payload of rank ``root`` to every rank; the others pass None."""
     size = torch.tensor([len(payload) if payload is not None else 0], dtype=torch.int64)
     communicator.wait(communicator.broadcast(size, root))
-    total = int(size)
-    if not total:
+    if not size:
         return b""
+    data = torch.empty(int(size), dtype=torch.uint8)
     if payload is not None:
         data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    else:
-        data = torch.empty(total if keep else min(total, SEGMENT_BYTES), dtype=torch.uint8)
-    for start in range(0, total, SEGMENT_BYTES):
-        if start:
-            gather_rows(communicator, [0.0])  # all ranks have the bytes that this one may still pass on
-        place = start if keep or payload is not None else 0
-        communicator.wait(communicator.broadcast(data[place : place + min(SEGMENT_BYTES, total - start)], root))
-    if not keep:
-        return b""
+    communicator.wait(communicator.broadcast(data, root))
     return data.numpy().tobytes() if payload is None else payload
 
 
