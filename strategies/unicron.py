@@ -91,7 +91,7 @@ class DataParallel(Parallelism):
         strategy = self._strategy
         if not resumes and strategy.engine.world.size > 1 and strategy.collectives.starting:
             strategy.comparison.agree("model")
-            share_initial(strategy.module, strategy.engine)
+            share_initial([*strategy.module.parameters(), *strategy.module.buffers()], strategy.engine)
 
     def share(self, micro_batches: range) -> list[int]:
         return [micro_batches[number] for number in self.own(range(len(micro_batches)))]

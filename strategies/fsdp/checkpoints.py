@@ -14,12 +14,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from unicron_lightning.checkpoints.files import is_folder, located
 from unicron_lightning.checkpoints.index import read_rest
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
-from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp import folder
 from unicron_lightning.fsdp.folder import load_optimizer, load_parameters, whole_optimizer, whole_parameters
 from unicron_lightning.fsdp.mesh import reshard
-from unicron_lightning.replica.fabric import EpochPlace, run_released
 from unicron_lightning.strategies.state.checkpointing import (
     SingleFileCheckpoints,
     left_out,
@@ -27,7 +25,6 @@ from unicron_lightning.strategies.state.checkpointing import (
     save_folder,
     write_checkpoint,
 )
-from unicron_lightning.worker import codec
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
@@ -72,7 +69,7 @@ class ShardedCheckpoints(SingleFileCheckpoints):
         Raises:
             ConfigError: a folder is to be written to a URL, or with options.
         """
-        strategy, model, path = self._parallel.strategy, self._parallel.member.model, located(filepath)
+        strategy, path = self._parallel.strategy, located(filepath)
         if left_out(strategy, path):
             return None
         if self._folders:
@@ -83,8 +80,7 @@ class ShardedCheckpoints(SingleFileCheckpoints):
                 )
             return save_folder(strategy, checkpoint, path, self.held_parts, lambda: self.held(checkpoint))
 
-        def write(shards: Sequence[bytes]) -> str:
-            states = [codec.decode(shard) for shard in shards]
+        def write(states: Sequence[Any]) -> str:
             checkpoint["state_dict"] = whole_parameters(strategy.module, [state["tensors"] for state in states])
             if "optimizer_states" in checkpoint:
                 checkpoint["optimizer_states"] = [whole_optimizer([state["optimizer"] for state in states])]
@@ -92,20 +88,7 @@ class ShardedCheckpoints(SingleFileCheckpoints):
             strategy.reported.leave_record(strategy.session, checkpoint, path, digest)
             return digest
 
-        def place() -> EpochPlace:
-            found = self._parallel.member.fabric.place
-            assert found is not None
-            return found
-
-        def collect() -> list[bytes]:
-            """Send the shards of a replica to its first worker, and return them there."""
-            strategy.engine.fault("collect", strategy.engine.step)
-            if place().replica != 0:
-                return []
-            found: list[bytes] = run_released(lambda: model.group.collect(codec.encode(model.plain_state())))
-            return found
-
-        return strategy.engine.run(WriteFile(write, collect, lambda: place().layout.replicas[0].members[0])).decode()
+        return strategy.engine.run(self._parallel.holder.writing(strategy.engine, write)).decode()
 
     def held_parts(self) -> Sequence[str]:
         """Return this worker's shard, if it is part of a replica."""

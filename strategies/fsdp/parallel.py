@@ -5,7 +5,6 @@ The functions at the end refuse settings, each with one error that names the val
 
 from __future__ import annotations
 
-import atexit
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,14 +22,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from unicron_lightning import wire
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.accelerator import accelerator_for
+from unicron_lightning.fsdp.checks import check_sharded_optimizer
 from unicron_lightning.fsdp.grid import ShardedShape
+from unicron_lightning.fsdp.holder import ShardHolder
 from unicron_lightning.fsdp.mesh import ReplicaMesh, ShardGroup, check_torch, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard
-from unicron_lightning.replica.fabric import ReplicaFabric
+from unicron_lightning.fsdp.rows import number_of_rows
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.strategies.checks import check_optimizers
 from unicron_lightning.strategies.fsdp.checkpoints import ShardedCheckpoints
@@ -228,27 +228,25 @@ class FsdpParallel(Parallelism):
         self.division = ReplicaDivision(strategy, lambda: self.member)
         self._sharding = sharding
         self._rebalance = rebalance
-        self._member: ReplicaMember[ShardedShape, FsdpShard] | None = None
+        self._holder: ShardHolder | None = None
         self._group: ShardGroup | None = None
         self._mesh: ReplicaMesh | None = None
-        self._founded = False
+
+    @property
+    def holder(self) -> ShardHolder:
+        """This worker's part in the world."""
+        assert self._holder is not None, "no run has begun"
+        return self._holder
 
     @property
     def member(self) -> ReplicaMember[ShardedShape, FsdpShard]:
         """This worker's connections and shard."""
-        assert self._member is not None, "no run has begun"
-        return self._member
+        return self.holder.member
 
     @property
     def shard(self) -> int:
         """Number of this worker's shard."""
         return self.member.fabric.own_shard
-
-    @property
-    def is_spare(self) -> bool:
-        """Whether this worker belongs to no complete replica."""
-        place = self.member.fabric.place
-        return place is not None and place.replica is None
 
     # ---- a run's start
 
@@ -269,22 +267,18 @@ class FsdpParallel(Parallelism):
         if control_of_process() is not None:
             raise ConfigError("this script has a second Trainer; unicron_fsdp supports one, for all runs of a script")
         declared = ShardedShape(shards=self.size, replicas=shape.devices // self.size)
-        fabric = ReplicaFabric(declared)
-        self._member = ReplicaMember(fabric, FsdpShard.adopt, self._leave)
-        session, is_new = Session.of_process(device, shape.devices, on_world, fabric)
-        fabric.begin(session.control, joins=session.is_joiner)
-        self.size = fabric.shape.shards  # an operator's order replaces the script's
+        self._holder = ShardHolder(declared)
+        session, is_new = Session.of_process(device, shape.devices, on_world, self._holder.fabric)
+        self._holder.begin(session)
+        self.size = self._holder.fabric.shape.shards  # an operator's order replaces the script's
         return session, is_new
 
     def begin(self, session: Session) -> None:
-        strategy, fabric = self.strategy, self.member.fabric
+        strategy = self.strategy
         if self._mesh is not None:
             check_same_module(strategy.module, self._mesh)
             return
-        self._founded = session.is_joiner  # the others do not found the task again with it, in a later run
-        if session.is_joiner:
-            fabric.take_shard(strategy.local_rank)
-        self._group = ShardGroup(fabric.own_shard, fabric.shape.shards)
+        self._group = self.holder.make_group(session, strategy.local_rank)
         self._mesh = ReplicaMesh(self._group, strategy.root_device)
         strategy.module._device_mesh = self._mesh  # type: ignore[assignment]
 
@@ -312,24 +306,14 @@ class FsdpParallel(Parallelism):
         precision = shard_module(strategy.module, mesh.shards, self._sharding, strategy.precision_plugin)
         strategy.precision_plugin = precision
         clip_by_agreed_norm(precision, lambda: member.model.grad_norm)
-        keep_spares(precision, lambda: self.is_spare)
+        keep_spares(precision, lambda: self.holder.is_spare)
         check_sharded_module(strategy.module)
         sum_gradients(strategy.module)
         device = strategy.root_device
         place_rest(strategy.module, device)
         accelerator = accelerator_for(device, lambda: strategy.engine.check())
-        member.model = FsdpShard(strategy.module, self._group, device=device, accelerator=accelerator)
-        if accelerator is not None:
-            atexit.register(member.model.close)
-        member.fabric.built = True
-        member.fabric.spread = wire.Spread(
-            layout=wire.Layout(tensor=self.size, pipeline=1, sharded=True),
-            ordered=member.fabric.ordered,
-            workers=self.size * member.fabric.shape.replicas,
-            micro_batches=strategy.shape.micro_batches,
-            tensor_divides={},
-            pipeline_divides={},
-        )
+        model = FsdpShard(strategy.module, self._group, device=device, accelerator=accelerator)
+        self.holder.hold(model, strategy.shape.micro_batches)
 
     def _stepped(self, *_: Any) -> None:
         if self.member.fabric.phase == "ready":
@@ -344,9 +328,7 @@ class FsdpParallel(Parallelism):
 
     def found(self, *, resumes: bool) -> None:
         self._build()
-        if not self._founded:
-            self._founded = True
-            self.member.found(self.strategy.engine)
+        self.holder.found(self.strategy.engine)
 
     def predictions(self, trainer: pl.Trainer, engine: Engine) -> ShardedPredictions:
         return ShardedPredictions(trainer, self)
@@ -355,21 +337,13 @@ class FsdpParallel(Parallelism):
 
     @property
     def spares(self) -> int:
-        return 0 if self._member is None else self._member.spares
+        return 0 if self._holder is None else self.member.spares
 
     def enter(self, world: World) -> None:
-        if world.epoch > 0:
-            self.member.enter(self.strategy.engine)
-
-    def _leave(self) -> None:
-        """Keep a spare's model, which takes part in nothing."""
-        self.member.model.leave()
+        self.holder.enter(world, lambda: self.strategy.engine)
 
     def share(self, micro_batches: range) -> list[int]:
-        number, balance = self.rows(micro_batches), self.steps.balance
-        rows = self.member.share(range(number), None if balance is None else balance.counts(number))
-        # The last row is filled with micro-batches that do not count.
-        return [micro_batches[min(row * self.size + self.shard, len(micro_batches) - 1)] for row in rows]
+        return self.holder.share(micro_batches, self.steps.balance)
 
     def own(self, in_full_step: Sequence[int]) -> list[int]:
         whole = range(self.rows(range(in_full_step[-1] + 1)) * self.size)
@@ -377,7 +351,7 @@ class FsdpParallel(Parallelism):
 
     def rows(self, micro_batches: Sequence[int]) -> int:
         """Number of rows of S micro-batches, one for each shard."""
-        return -(-len(micro_batches) // self.size)
+        return number_of_rows(micro_batches, self.size)
 
     def at_boundary(self) -> None:
         self.member.fabric.leave_if_surplus()
@@ -401,9 +375,6 @@ class FsdpParallel(Parallelism):
     def close(self) -> None:
         """Keep the shard for the script's next run."""
 
-
-_GATHERING = ("Muon", "Shampoo", "DistributedShampoo", "SOAP", "LBFGS")
-"""Optimizers that need whole parameters, or several evaluations of the loss."""
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
@@ -463,18 +434,4 @@ def check_same_module(module: pl.LightningModule, mesh: object) -> None:
     if module._device_mesh is not mesh:
         raise ConfigError(
             f"this {type(module).__qualname__} is not the module of the script's first run; unicron_fsdp supports one"
-        )
-
-
-def check_sharded_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers that need whole parameters.
-
-    Raises:
-        ConfigError: naming the class.
-    """
-    name = type(optimizer).__name__
-    if name in _GATHERING:
-        raise ConfigError(
-            f"{name} needs whole parameters, of which each worker has a shard; expected an optimizer that works on "
-            "each element, such as AdamW or SGD"
         )

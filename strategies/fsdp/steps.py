@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,18 +16,17 @@ from typing_extensions import override
 from unicron_lightning.data.loader import BatchRows, GlobalBatch
 from unicron_lightning.data.order import check_loader
 from unicron_lightning.data.seeding import place_seed, seed_all
-from unicron_lightning.fsdp.mesh import local_shards
+from unicron_lightning.fsdp.gradients import clip_shards
+from unicron_lightning.fsdp.rows import StepRows
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
 from unicron_lightning.strategies.metrics.sums import StepMetrics
 from unicron_lightning.strategies.micro_batch import MicroBatches
 from unicron_lightning.strategies.parallelism import FinishedStep
 from unicron_lightning.strategies.passes.evaluation import GlobalPasses, PassBatch
-from unicron_lightning.worker.buckets import FlatBucket
 from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.effects import UNCOUNTED, Effects
 from unicron_lightning.worker.module_buffers import EvaluationBuffers
 from unicron_lightning.worker.rows import Balance
-from unicron_lightning.worker.sums import AllUsed, LogCall, StepSums
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
@@ -66,9 +65,13 @@ class ShardedSteps:
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
         strategy, member, effects = self._parallel.strategy, self._parallel.member, self._effects
         assert effects is not None
-        rows = StepRows(self._parallel, batch, effects, takes_index=bool(where))
+        rows = StepRows(
+            batch, self._parallel.holder.part, effects, strategy.agreed, strategy.engine.activity, anew=batch.step == 0
+        )
+        batches = MicroBatches(strategy, batch, rows.add, effects, takes_index=bool(where))
         digest = self.divergence.shard_digest(strategy.engine, member.model.shard)
-        operation = ReplicaStep(rows.numbers, member.model, member.fabric, rows.call, rows.sums, self.balance, digest)
+        call = partial(rows.call, batches.run)
+        operation = ReplicaStep(rows.numbers, member.model, member.fabric, call, rows.sums, self.balance, digest)
         strategy.engine.run(operation)
         self.divergence.check(operation, strategy.engine)
         assert operation.sums is not None
@@ -76,129 +79,18 @@ class ShardedSteps:
         self._gradients = [parameter.grad for parameter in member.model.gradients.parameters]
         loss, calls, _ = operation.sums.finish()
         effects.norms.commit(len(batch.micro_batches))
-        return FinishedStep(operation=operation, loss=loss, calls=calls, output=rows.output(loss))
+        return FinishedStep(operation=operation, loss=loss, calls=calls, output=batches.output(loss))
 
     def backward(self, loss: Tensor) -> Tensor:
         """Give the parameters their gradients, which Lightning has reset, with the usual hooks."""
         strategy = self._parallel.strategy
         plugin, module = strategy.precision_plugin, strategy.module
         Precision.pre_backward(plugin, loss, module)
-        spare = self._parallel.is_spare
+        spare = self._parallel.holder.is_spare
         for parameter, grad in zip(self._parallel.member.model.gradients.parameters, self._gradients, strict=True):
             parameter.grad = torch.zeros_like(parameter) if spare and parameter.requires_grad else grad
         self._gradients = []
         return plugin.post_backward(loss, module)
-
-
-class StepRows:
-    """Runs this worker's micro-batches of a step, row by row.
-
-    Args:
-        parallel: provides module and place.
-        batch: locates the samples.
-        effects: of the micro-batches on the module.
-        takes_index: whether the module's ``training_step`` takes the batch index.
-
-    Attributes:
-        numbers: of all rows of the step.
-    """
-
-    def __init__(self, parallel: FsdpParallel, batch: GlobalBatch, effects: Effects, *, takes_index: bool) -> None:
-        self._rows = BatchRows(batch, parallel.size, parallel.shard)
-        self.numbers = self._rows.numbers
-        self._parallel = parallel
-        self._effects = effects
-        self._micro_batches = batch.micro_batches
-        self._done: dict[int, _RowResult] = {}
-        self._row = _RowResult(number=0, counts=False)
-        effects.begin(batch.micro_batches[0], parallel.strategy.agreed, anew=batch.step == 0)
-        self._batches = MicroBatches(parallel.strategy, batch, self._add, effects, takes_index=takes_index)
-
-    def call(self, micro_batches: Sequence[int], *, last: bool) -> None:
-        """Run some rows together with the partners; see `replica.step.Call`."""
-        bucket = self._effects.norms.bucket
-        for row in micro_batches:
-            number, counts = self._rows.own(row)
-            self._row = self._done[row] = _RowResult(number=number, counts=counts)
-            if self._rows.is_empty(row):
-                continue
-            if bucket is not None:
-                bucket.local.zero_()
-            try:
-                self._batches.run(number, counts=counts)
-            except BaseException:
-                self._effects.restore()
-                raise
-            self._parallel.strategy.engine.activity.computed()
-            if bucket is not None and counts:
-                self._row.norms = bucket.local.clone()
-
-    def _add(self, loss: Tensor | None, calls: Sequence[LogCall]) -> None:
-        """Record the results of a micro-batch that counts."""
-        assert loss is not None, "no micro-batch is skipped"
-        self._row.results.append((loss.detach().clone(), calls))
-
-    def sums(self, rows: Sequence[int]) -> ShardedSums:
-        """Return the step's other sums, over this worker's micro-batches of some rows."""
-        effects, done = self._effects, [self._done[row] for row in rows]
-        counted = {each.number for each in done if each.counts}
-        if effects.norms.bucket is not None:
-            effects.norms.bucket.local.zero_()
-            for each in done:
-                if each.norms is not None:
-                    effects.norms.bucket.local.add_(each.norms)
-        if self._micro_batches[0] not in counted:
-            effects.buffers.withdraw()
-        assert effects.metrics is not None
-        recorded = effects.metrics.recorded
-        effects.metrics.recorded = {number: recorded[number] for number in counted & recorded.keys()}
-        sums = ShardedSums(self._parallel.strategy.agreed, effects.norms, effects.buffers, AllUsed(), effects.metrics)
-        for loss, calls in (result for each in done for result in each.results):
-            sums.add(loss, calls)
-        return sums
-
-    def output(self, loss: float | None) -> Any:
-        """Return the output of ``training_step`` for Lightning's hooks."""
-        return self._batches.output(loss)
-
-
-@dataclass(kw_only=True)
-class _RowResult:
-    """This worker's micro-batch of a row.
-
-    Attributes:
-        number: of the micro-batch.
-        counts: whether it counts.
-        results: its loss and logged values, once it is done.
-        norms: its changes of batch-norm statistics.
-    """
-
-    number: int
-    counts: bool
-    results: list[tuple[Tensor, Sequence[LogCall]]] = field(default_factory=list)
-    norms: Tensor | None = None
-
-
-class ShardedSums(StepSums):
-    """The sums of one step, which are all small ones: a broken replica's are discarded until these are summed."""
-
-    @override
-    def totals(self) -> list[float]:
-        large = (value for bucket in self._flat() for value in bucket.local.double().tolist())
-        return [*super().totals(), *large]
-
-    @override
-    def read(self, totals: Sequence[float]) -> bool:
-        end = len(totals) - sum(bucket.local.numel() for bucket in self._flat())
-        start = end
-        for bucket in self._flat():
-            values = totals[start : start + bucket.local.numel()]
-            bucket.reduced.copy_(torch.tensor(values, dtype=torch.float64))
-            start += len(values)
-        return super().read(totals[:end])
-
-    def _flat(self) -> list[FlatBucket]:
-        return [bucket for bucket in self.buckets if isinstance(bucket, FlatBucket)]
 
 
 def keep_spares(plugin: Precision, is_spare: Callable[[], bool]) -> None:
@@ -231,10 +123,7 @@ def clip_by_agreed_norm(plugin: Precision, norm: Callable[[], float]) -> None:
     """
 
     def clip(optimizer: Optimizer, clip_val: int | float) -> None:
-        factor = min(1.0, float(clip_val) / (norm() + 1e-6))
-        grads = [parameter.grad for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
-        if grads:  # a spare has none
-            torch._foreach_mul_(local_shards(grads), factor)
+        clip_shards(plugin.main_params(optimizer), float(clip_val), norm())
 
     by_value = plugin.clip_grad_by_value
 

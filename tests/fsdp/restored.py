@@ -197,8 +197,8 @@ class Gives(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *others: Any) -> None:
         strategy: Any = trainer.strategy
         if trainer.global_step == SAVED and not self.data:
-            member = getattr(strategy.parallelism, "_member", None)
-            shard = {} if member is None else member.model.plain_state()
+            holder = getattr(strategy.parallelism, "_holder", None)
+            shard = {} if holder is None else holder.member.model.plain_state()
             self.data = codec.encode({"whole": strategy._membership.state(trainer), "shard": shard})
             self.state = trainer.lightning_module.state()
 

@@ -63,12 +63,13 @@ class Deaths:
     Args:
         folder: has the history, and marks.
         run: whose engine is observed.
+        workers: of the task.
     """
 
-    def __init__(self, folder: Path, run: unicron.Run) -> None:
+    def __init__(self, folder: Path, run: unicron.Run, workers: int = WORKERS) -> None:
         path = folder / "history.json"
         self._history = json.loads(path.read_text()) if path.exists() else []
-        self._folder, self._run = folder, run
+        self._folder, self._run, self._workers = folder, run, workers
         self._expected = -1
         others: Callable[..., None] = run.engine.fault
 
@@ -97,7 +98,7 @@ class Deaths:
             return
         self._expected = len(self._died())
         limit = time.monotonic() + WAIT_SECONDS
-        while time.monotonic() < limit and run.world_size < WORKERS:
+        while time.monotonic() < limit and run.world_size < self._workers:
             if engine.control.newer_than(engine.world.epoch):
                 break
             time.sleep(0.005)

@@ -103,9 +103,13 @@ class IndexedBatches:
         Returns:
             Whether this worker may have rows.
         """
-        self._fetcher.end_epoch()
-        self._planned = own_batches(self.number, known, finished, replica, replicas, self.part)
+        self.expect(own_batches(self.number, known, finished, replica, replicas, self.part))
         return bool(self._planned)
+
+    def expect(self, planned: list[tuple[int, bool]]) -> None:
+        """Request the samples of `rows` ahead, instead of any requested before."""
+        self._fetcher.end_epoch()
+        self._planned = planned
 
     def rows(self) -> Iterator[tuple[int, bool]]:
         """Yield the number of this worker's batch in each of its rows, and whether its result is kept; otherwise the

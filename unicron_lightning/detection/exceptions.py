@@ -37,6 +37,7 @@ PHASES: Final = (
     ("strategies/megatron/batches.py", "evaluate", "validation"),
     ("strategies/megatron/batches.py", "_evaluate_stage", "validation"),
     ("strategies/fsdp/steps.py", "", "compute"),
+    ("unicron_lightning/fsdp/rows.py", "call", "compute"),
     ("strategies/megatron/batches.py", "", "compute"),
     ("loops/evaluation_loop.py", "", "validation"),
     ("strategies/fault_tolerant.py", "save_checkpoint", "checkpoint"),

@@ -7,14 +7,14 @@ replicas are in memory of their own, so those of an interrupted reduction can be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unicron_lightning.fsdp.mesh import local_shard, with_local_shard
+from unicron_lightning.fsdp.mesh import local_shard, local_shards, with_local_shard
 from unicron_lightning.replica.channels import PeerGroup
 
 BUCKET_BYTES = 25 << 20
@@ -122,6 +122,24 @@ class ShardedGradients:
             each.grad = with_local_shard(each, summed.view_as(part))
         if self.accelerated is None:
             self.reduced += 1
+
+
+def clip_shards(parameters: Iterable[nn.Parameter], most: float, norm: float) -> float:
+    """Clip gradients by a norm that the shards have agreed on before the commit; no communication may follow it.
+
+    Args:
+        parameters: this worker's shards; those of a spare have no gradients.
+        most: largest norm.
+        norm: of the present gradients over the whole model.
+
+    Returns:
+        The factor.
+    """
+    factor = min(1.0, most / (norm + 1e-6))
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if grads:
+        torch._foreach_mul_(local_shards(grads), factor)
+    return factor
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

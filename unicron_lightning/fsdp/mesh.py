@@ -39,13 +39,25 @@ class ShardGroup(ProcessGroup):
 
     Attributes:
         key: name by which torch finds the group.
+        refusal: message of the `ConfigError` that torch's collectives raise now; empty: none is raised.
     """
+
+    refusal = ""
 
     def __init__(self, shard: int, shards: int) -> None:
         dist.ProcessGroup.__init__(self, shard, shards)  # type: ignore[call-arg]
         self.key = cast("Any", f"unicron_shards_{next(_numbers)}")
         self._set_group_name(self.key)
         torch._C._distributed_c10d._register_process_group(self.key, self)
+
+    def admit(self) -> None:
+        """Refuse a collective.
+
+        Raises:
+            ConfigError: if `refusal` has its message.
+        """
+        if self.refusal:
+            raise ConfigError(self.refusal)
 
     def name(self) -> str:
         return "unicron_fsdp"

@@ -32,6 +32,7 @@ class FsdpShard:
 
     Attributes:
         optimizer: steps the sharded parameters; None before the first ``fit``.
+        accelerator: as above.
         fits: number of the script's ``fit`` calls so far, each with a new optimizer.
         grad_norm: of the last finalized gradients over the whole model, before clipping.
     """
@@ -54,7 +55,7 @@ class FsdpShard:
         self.device = device
         self.grad_norm = 0.0
         self.gradients = ShardedGradients(list(root.parameters()), device)
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         self._alone: PeerGroup | None = None
 
     def adopt(self, channels: Channels) -> None:
@@ -71,8 +72,8 @@ class FsdpShard:
             self.group.bind(self._alone)
         if channels.grid.replicas > 1:
             self.gradients.peers = channels.same_shard
-        if self._accelerator is not None:
-            self.group.accelerated, self.gradients.accelerated = self._accelerator.enter(channels)
+        if self.accelerator is not None:
+            self.group.accelerated, self.gradients.accelerated = self.accelerator.enter(channels)
 
     def leave(self) -> None:
         """Use no connections, and hold the shards alone: this worker has become a spare, or another epoch begins.
@@ -81,8 +82,8 @@ class FsdpShard:
             CommunicatorAborted, EpochChanged: the epoch ended before an accelerator had finished.
         """
         self._let_go()
-        if self._accelerator is not None:
-            self._accelerator.settle()
+        if self.accelerator is not None:
+            self.accelerator.settle()
         reset_after_exception(self.root)
 
     def close(self) -> None:
@@ -95,8 +96,8 @@ class FsdpShard:
     def _let_go(self) -> None:
         self.gradients.peers = None
         self.group.accelerated = self.gradients.accelerated = None
-        if self._accelerator is not None:
-            self._accelerator.leave()
+        if self.accelerator is not None:
+            self.accelerator.leave()
 
     # ---- a step
 
@@ -173,15 +174,21 @@ class FsdpShard:
             own = local_shards([*self.root.parameters(), *self.root.buffers()])
             for tensor, value in zip(own, state["tensors"], strict=True):
                 tensor.copy_(value)
-        if self.optimizer is not None and state["optimizer"]:
-            load_optimizer(self.optimizer, state["optimizer"], whole=False)
+        self._load_optimizer(state["optimizer"])
+
+    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Load an `_optimizer_state`; nothing of an empty one."""
+        if self.optimizer is not None and state:
+            load_optimizer(self.optimizer, state, whole=False)
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state with this worker's parts of its tensors."""
-        if self.optimizer is None:
-            return {}
+        return {} if self.optimizer is None else optimizer_shard(self.optimizer)
 
-        def own(_key: int, _name: str, value: Any) -> Any:
-            return local_shard(value.detach()) if isinstance(value, torch.Tensor) else value
 
-        return with_values(self.optimizer.state_dict(), own)
+def optimizer_shard(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state with this worker's parts of its tensors."""
+
+    def own(_key: int, _name: str, value: Any) -> Any:
+        return local_shard(value.detach()) if isinstance(value, torch.Tensor) else value
+
+    return with_values(optimizer.state_dict(), own)

@@ -61,23 +61,24 @@ class LoopEvaluation:
         with _evaluating(self._module):
             self._buffers = EvaluationBuffers(self._module)
             if self._engine.has_state:
-                results = partial(_encode, self._values)
-                operation = Evaluation(self._todo, self._run, self._finished, results)
-                parts = unpack_parts(self._engine.run(operation))
+                parts = unpack_parts(self._engine.run(self._operation()))
             else:  # a joiner evaluates alone before it has the state
                 for number in self._todo(ReportSum.nothing(1), 0):
                     self._run(number)
-                parts = [_encode(self._values)]
+                parts = [encode_values(self._values)]
         self._batches.close()
         found = {number: values for part in parts for number, values in codec.decode(part).items()}
         assert len(found) == self._batches.number, "each batch counts once"
         return _means([found[number] for number in sorted(found)])
 
+    def _operation(self) -> Evaluation[Any]:
+        return Evaluation(self._todo, self._run, self._finished, partial(encode_values, self._values))
+
     def _todo(self, reports: ReportSum, rank: int) -> Iterator[int]:
         self._batches.plan(reports.finished, rank, reports.world, self._finished)
         return (number for number, _ in self._batches.rows())
 
-    def _run(self, number: int) -> None:
+    def _run(self, number: int, *, counts: bool = True) -> None:
         engine = self._engine
         engine.activity.enter("validation", number)
         engine.fault("validation", engine.step)
@@ -87,8 +88,9 @@ class LoopEvaluation:
                 values = _plain(self._function(samples))
         finally:
             self._buffers.undo()
-        self._values[number] = [len(self._batches.indices(number)), values]
-        self._finished.add(number)
+        if counts:
+            self._values[number] = [len(self._batches.indices(number)), values]
+            self._finished.add(number)
 
 
 @contextmanager
@@ -104,7 +106,8 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             layer.training = training
 
 
-def _encode(values: Mapping[int, list[Any]]) -> bytes:
+def encode_values(values: Mapping[int, list[Any]]) -> bytes:
+    """Encode the values of batches, by number."""
     return codec.encode(dict(values))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -16,16 +16,16 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.loop.registered import RegisteredObjects
 from unicron_lightning.worker.agreement import NO_DIGEST, StateDigest, part_of
 from unicron_lightning.worker.buckets import GradientBuckets
-from unicron_lightning.worker.effects import Effects
+from unicron_lightning.worker.effects import UNCOUNTED, Effects
 from unicron_lightning.worker.reporting import StepReports
-from unicron_lightning.worker.step import GradientStep
+from unicron_lightning.worker.step import GradientStep, Step
 from unicron_lightning.worker.sums import LogCall, Options, StepSums, SumsLayout
 
 if TYPE_CHECKING:
     from unicron_lightning.loop.run import Run
 
 LOSS: Final = "loss"
-_BACKWARD: Final = (
+BACKWARD: Final = (
     "backward() was called by the script: the function of step.run() returns the loss, and step.run() calls backward "
     "and sums the gradients over the ranks. Use torch.autograd.grad for others"
 )
@@ -142,27 +142,41 @@ class LoopSteps:
         run.check_whole()
         while len(self.layouts) <= call:
             self.layouts.append(SumsLayout())
-        if self._effects is None:
-            self._effects = Effects(self._registered.module, None, frozen=True)
-        gradients, effects, layout = self._buckets(anew=batch.step == 0), self._effects, self.layouts[call]
-        gradients.begin()
-        effects.begin(batch.micro_batches[0], layout, anew=False)
-        sums = StepSums(layout, effects.norms, effects.buffers, gradients)
-        micro_batches = _FunctionCalls(run, batch, function, sums, effects, gradients, call)
-        operation = GradientStep(batch.micro_batches, gradients, sums, micro_batches.run, digest=self._digest(call))
+        operation = self._operation(batch, function, call)
+        assert self._effects is not None
         with run.failing(), preserved():
             engine.run(operation)
             run.divergence.check(operation, engine)
-        loss, calls, used = sums.finish()
+        assert operation.sums is not None
+        loss, calls, used = operation.sums.finish()
         assert loss is not None, "each micro-batch has a loss"
-        effects.norms.commit(len(batch.micro_batches))
-        gradients.install(used)
-        gradients.refusal = _BACKWARD
+        self._effects.norms.commit(len(batch.micro_batches))
+        self._install(operation, used)
         if call == 0:
             self._reports.finished(engine, operation, loss, batch.num_samples())
         engine.activity.enter("hooks")
         means = {each.options[1]: each.value for each in calls}
         return means if means else torch.tensor(loss, dtype=torch.float64)
+
+    def _operation(self, batch: GlobalBatch, function: Callable[[Any], Any], call: int) -> Step[Any]:
+        """Begin one call of `LoopStep.run`, and return its operation."""
+        gradients, effects, layout = self._buckets(anew=batch.step == 0), self._begin_effects(), self.layouts[call]
+        gradients.begin()
+        effects.begin(batch.micro_batches[0], layout, anew=False)
+        sums = StepSums(layout, effects.norms, effects.buffers, gradients)
+        calls = FunctionCalls(self.run_of, batch, function, sums.add, effects, gradients, call)
+        return GradientStep(batch.micro_batches, gradients, sums, calls.run, digest=self._digest(call))
+
+    def _begin_effects(self) -> Effects:
+        if self._effects is None:
+            self._effects = Effects(self._registered.module, None, frozen=True)
+        return self._effects
+
+    def _install(self, operation: Step[Any], used: Sequence[bool]) -> None:
+        """Give the parameters their gradients, once a call is committed."""
+        assert self._gradients is not None
+        self._gradients.install(used)
+        self._gradients.refusal = BACKWARD
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Clip the gradients; see `LoopStep.clip_grad_norm_`."""
@@ -201,11 +215,26 @@ class LoopSteps:
         return self._gradients
 
 
-class _FunctionCalls:
+class Refusing(Protocol):
+    """Refuses gradients; `GradientBuckets` implements it."""
+
+    refusal: str
+
+
+class FunctionCalls:
     """Runs the micro-batches of one call of `LoopStep.run`.
 
     Random state depends on (seed, epoch, step, micro-batch, call) only, and the loss is divided by the number of the
     step's micro-batches.
+
+    Args:
+        run: whose step it is.
+        batch: locates the samples.
+        function: of the script.
+        take: takes one micro-batch's loss and values.
+        effects: receive the other changes.
+        gradients: refuse a backward by the function.
+        call: number of the call in the step.
     """
 
     def __init__(
@@ -213,36 +242,37 @@ class _FunctionCalls:
         run: Run,
         batch: GlobalBatch,
         function: Callable[[Any], Any],
-        sums: StepSums,
+        take: Callable[[Tensor, Sequence[LogCall]], None],
         effects: Effects,
-        gradients: GradientBuckets,
+        gradients: Refusing,
         call: int,
     ) -> None:
         self._run_of, self._batch, self._function = run, batch, function
-        self._sums, self._effects, self._gradients = sums, effects, gradients
+        self._take, self._effects, self._gradients = take, effects, gradients
         self._place = partial(_place, batch, call)
         self._scaler = run.registered.scaler
         if self._scaler is not None:
             self._scaler.scale(torch.zeros((), device=run.device))  # creates its state even without a share
 
-    def run(self, micro_batch: int) -> None:
-        """Run forward and backward; gradients accumulate."""
+    def run(self, micro_batch: int, *, counts: bool = True) -> None:
+        """Run forward and backward; gradients accumulate. If it does not count, they are zero."""
         run, effects = self._run_of, self._effects
         activity = run.engine.activity
         activity.enter("data", micro_batch)
-        samples = self._batch.fetch(micro_batch)
+        samples = self._batch.fetch(micro_batch) if counts else self._batch.stand_in(micro_batch)
         activity.enter("compute", micro_batch)
         seed_all(place_seed(run.seed, RandomPurpose.FORWARD, *self._place(micro_batch)))
         run.engine.fault("forward", run.engine.step, micro_batch, run.registered.module)
         effects.start_micro_batch()
-        self._gradients.refusal = _BACKWARD
+        self._gradients.refusal = BACKWARD
         with torch.enable_grad():
             loss, calls = _parts(self._function(samples))
-            scaled = loss / len(self._batch.micro_batches)
+            scaled = loss / len(self._batch.micro_batches) if counts else loss * 0.0
             self._gradients.refusal = ""
             (scaled if self._scaler is None else self._scaler.scale(scaled)).backward()
-        self._sums.add(loss, calls)
-        effects.finish_micro_batch(micro_batch)
+        if counts:
+            self._take(loss, calls)
+        effects.finish_micro_batch(micro_batch if counts else UNCOUNTED)
 
 
 def _place(batch: GlobalBatch, call: int, micro_batch: int) -> tuple[int, ...]:

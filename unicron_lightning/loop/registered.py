@@ -105,7 +105,7 @@ class RegisteredObjects:
     def rest(self) -> dict[str, Any]:
         """Return the state without `models`."""
         return {
-            "optimizers": {name: each.state_dict() for name, each in self.optimizers.items()},
+            "optimizers": {name: self._optimizer_state(each) for name, each in self.optimizers.items()},
             "others": {name: each.state_dict() for name, each in self.others.items()},
             "requires_grad": [parameter.requires_grad for parameter in self.module.parameters()],
             "buffers": unsaved(self.module),
@@ -123,14 +123,24 @@ class RegisteredObjects:
         if mine != theirs:
             raise ConfigError(f"registered are {sorted(mine)}, but the state has {sorted(theirs)}: expected the same")
         for name, module in self.module.named_children():
-            module.load_state_dict(models[name])
+            self._load_model(module, models[name])
         for parameter, needed in zip(self.module.parameters(), rest["requires_grad"], strict=True):
             parameter.requires_grad_(needed)
         restore_unsaved(self.module, rest["buffers"])
-        for part, objects in (("optimizers", self.optimizers), ("others", self.others)):
-            for name, each in objects.items():
-                each.load_state_dict(rest[part][name])
+        for name, optimizer in self.optimizers.items():
+            self._load_optimizer(optimizer, rest["optimizers"][name])
+        for name, each in self.others.items():
+            each.load_state_dict(rest["others"][name])
         set_layers(self.module, rest["layers"])
+
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return optimizer.state_dict()
+
+    def _load_model(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        module.load_state_dict(state)
+
+    def _load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        optimizer.load_state_dict(dict(state))
 
     # ---- comparison
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch
@@ -22,28 +22,27 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.checkpoints.files import leave_record, located
 from unicron_lightning.checkpoints.reported import ReportedCheckpoints, newest, write_file
-from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.data.fetch import Fetcher
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.seeding import random_states, restore_random_states
 from unicron_lightning.data.steps import IndexedSteps, StepPace
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.loop.evaluation import LoopEvaluation
-from unicron_lightning.loop.loop_steps import LoopStep, LoopSteps
-from unicron_lightning.loop.registered import RESERVED, RegisteredObjects
+from unicron_lightning.loop.loop_steps import LoopStep
+from unicron_lightning.loop.models import WholeModels
+from unicron_lightning.loop.registered import RESERVED
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import digest
 from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.communication.communicator import STOP
 from unicron_lightning.worker.comparison import Comparison, Divergence, OnDivergence
 from unicron_lightning.worker.control.thread import terminable
-from unicron_lightning.worker.engine import Engine, World
-from unicron_lightning.worker.model_state import share_initial
+from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement, Join, Parting
 from unicron_lightning.worker.reporting import report_error
-from unicron_lightning.worker.rows import shares_of
-from unicron_lightning.worker.session import Session
 from unicron_lightning.worker.sums import SumsLayout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +66,8 @@ class Run:
         on_divergence: as of `UnicronStrategy`.
         bucket_mib: size of a gradient bucket, in MiB.
         overlap: whether reductions start during the last micro-batch's backward.
+        shard_size: workers of a replica (S), which hold the models that the script shards on `mesh`; None: each worker
+            holds all models. The two options before are then of no effect.
 
     Attributes:
         registered: what takes part.
@@ -95,27 +96,31 @@ class Run:
         on_divergence: OnDivergence = "heal",
         bucket_mib: float = 25.0,
         overlap: bool = True,
+        shard_size: int | None = None,
     ) -> None:
         self._loader = _loader(data, micro_batch_size, shuffle=shuffle)
         self._shape = _shape(global_batch_size, micro_batch_size or self._loader.batch_size)
         _check_number("seed", seed, least=0)
+        _check_number("shard_size", shard_size, least=1)
         if bucket_mib <= 0:
             raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
         if "://" in str(checkpoints):
             raise ConfigError(f"checkpoints={str(checkpoints)!r}: expected a folder that all workers see")
         self.device = _device(device)
         self.divergence = Divergence(digest_every, on_divergence)
-        self.registered = RegisteredObjects()
         self.should_stop = False
         self.global_step = self.current_epoch = 0
         self.seed = 0 if seed is None else seed
         self._given_seed = seed
         self._checkpoints = Path(checkpoints)
-        self._step_in_epoch = self._passes = 0
-        self._session, self._is_new = Session.of_process(self.device, self._shape.micro_batches, _on_world)
+        self._step_in_epoch = self._passes = self._passes_between = 0
+        self._models = WholeModels(self) if shard_size is None else _sharded(self, shard_size)
+        self._session, self._is_new = self._models.open(self._shape.micro_batches)
+        self._models.begin(self._session)
+        self.registered = self._models.registered
         self._comparison = Comparison(lambda: self._session, active=compare)
         self._reported = ReportedCheckpoints()
-        self._steps = LoopSteps(self, int(bucket_mib * _MIB), overlap=overlap)
+        self._steps = self._models.steps(int(bucket_mib * _MIB), overlap=overlap)
         self._data: IndexedSteps | None = None
         self._current: LoopStep | None = None
         self._begun = self._active = self._checked = self._parts = False
@@ -143,6 +148,15 @@ class Run:
     def is_global_zero(self) -> bool:
         """Whether this worker is the first rank and a member, e.g. to print or to write files."""
         return self.engine.has_state and self.global_rank == 0
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the workers of this replica, for `torch.distributed.fsdp.fully_shard`.
+
+        Raises:
+            ConfigError: without ``shard_size``.
+        """
+        return self._models.mesh
 
     # ---- the script's calls
 
@@ -199,10 +213,15 @@ class Run:
         loader = _loader(data, batch_size, shuffle=False)
         self.check_whole()
         self._passes += 1
+        self._passes_between += not self._active
+        if not self.engine.has_state and (known := self._session.means_of(self._passes_between)) is not None:
+            return known
         place = (self.seed, self.current_epoch, self._passes)
         with self.failing():
-            means = LoopEvaluation(self.engine, self.registered.module, loader, function, place).means()
+            means = self._models.evaluation(loader, function, place).means()
         self.engine.activity.enter("hooks")
+        if not self._active:
+            self._session.record_means(self._passes_between, means)
         return means
 
     def save(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -243,21 +262,27 @@ class Run:
             if not self._begin():
                 return
             self._session.runs(active=True)
-            assert self._data is not None
-            while not reached():
-                if not self._data.number(self.current_epoch):
-                    raise ConfigError(f"the data has no step in epoch {self.current_epoch}: it is empty")
-                for batch in self._data.epoch():
-                    last = batch.step + 1 == self._data.number(batch.epoch)
-                    self._current = LoopStep(self._steps, batch, self.global_step + 1, ends_epoch=last)
-                    yield self._current
-                    self._finish(ends_epoch=last)
-                    if reached() or self._stops():
-                        return
-                    if last:
-                        break
+            yield from self._bodies(reached)
+            with self.failing():
+                self._models.finish()
         finally:
             self._end()
+
+    def _bodies(self, reached: Callable[[], bool]) -> Iterator[LoopStep]:
+        """Yield the steps up to a limit."""
+        assert self._data is not None
+        while not reached():
+            if not self._data.number(self.current_epoch):
+                raise ConfigError(f"the data has no step in epoch {self.current_epoch}: it is empty")
+            for batch in self._data.epoch():
+                last = batch.step + 1 == self._data.number(batch.epoch)
+                self._current = LoopStep(self._steps, batch, self.global_step + 1, ends_epoch=last)
+                yield self._current
+                self._finish(ends_epoch=last)
+                if reached() or self._stops():
+                    return
+                if last:
+                    break
 
     def _finish(self, *, ends_epoch: bool) -> None:
         """Count the step whose body has ended, and write its checkpoint if one is due."""
@@ -304,6 +329,7 @@ class Run:
         """Begin a loop with the task's state; return False if the task has finished this loop."""
         session, engine = self._session, self.engine
         session.fits += 1
+        self._passes_between = 0
         self._reported.fit = session.fits
         if session.fits == 1:  # as the script has made it, before anything is restored
             self._comparison.begin(lambda: {"seed": f"{self._given_seed}", **self.registered.describe()})
@@ -322,6 +348,7 @@ class Run:
                 self.seed = codec.decode(unpack_parts(engine.run(Agreement("seed", lambda rank: own)))[0])
         session.record_fit()
         known = [each for each in session.resume if each.fit >= session.fits]
+        self._models.found(reads=bool(known) or session.fits > 1 or self._given is not None)
         if known:
             with newest(engine, known, divided=False) as (opened, checkpoint):
                 if checkpoint.fit != session.fits:
@@ -334,8 +361,6 @@ class Run:
                     session.control.event("state_restored", tier="disk", step=checkpoint.step, path=opened.name)
         elif session.fits == 1 and self._given is not None:
             self._read(self._given)
-        elif session.fits == 1 and engine.world.size > 1:
-            share_initial(self.registered.module, engine)
         if self._data is None:
             self._open_data()
         return True
@@ -348,6 +373,7 @@ class Run:
     def _join(self) -> None:
         """Join the task with its state."""
         session = self._session
+        self._models.build()
         session.wait_admission()
         join = Join(dict)
         self.engine.run(join)
@@ -366,13 +392,11 @@ class Run:
     def _open_data(self) -> None:
         order = DataOrder(self._loader, self._shape, self.seed)
         pace = StepPace(
-            position=lambda: (self.current_epoch, self._step_in_epoch), share=self._share, boundary=self._boundary
+            position=lambda: (self.current_epoch, self._step_in_epoch),
+            share=self._models.share,
+            boundary=self._boundary,
         )
         self._data = IndexedSteps(order, partial(Fetcher, self._loader, order, self.seed), pace)
-
-    def _share(self, micro_batches: range) -> list[int]:
-        world = self.engine.world
-        return [micro_batches[number] for number in shares_of(range(len(micro_batches)), world.size)[world.rank]]
 
     # ---- between two steps
 
@@ -394,6 +418,7 @@ class Run:
                 self.divergence.expect(joined=False)
             if join.parts or self._parts:
                 self._part()
+        self._models.at_boundary()
         engine.activity.enter("hooks")
 
     def _describe_data(self) -> dict[str, str]:
@@ -444,16 +469,17 @@ class Run:
         """Write a checkpoint by one worker, or by another one if that one dies meanwhile, and report it."""
         session, engine = self._session, self.engine
         state = self._state()
-        models = state.pop("models")
 
-        def write(*_: Any) -> str:
-            found = write_file({**models, RESERVED: codec.encode(state)}, Path(path))
+        def write(parts: Mapping[str, Any]) -> str:
+            rest = {**state, **parts}
+            models = rest.pop("models")
+            found = write_file({**models, RESERVED: codec.encode(rest)}, Path(path))
             if session.record:
                 leave_record(Path(session.record), path, self.global_step, found, session.fits)
             return found
 
         with self.failing(), engine.activity.during("checkpoint"):
-            written = engine.run(WriteFile(write)).decode()
+            written = engine.run(self._models.writing(write)).decode()
         self._reported.written(engine.control, path, self.global_step, written)
 
     def _read(self, path: str) -> None:
@@ -491,9 +517,11 @@ class Run:
             raise
 
 
-def _on_world(world: World) -> None:
-    if world.epoch > 0:
-        logger.info("world_entered epoch=%d kind=%s rank=%d size=%d", world.epoch, world.kind, world.rank, world.size)
+def _sharded(run: Run, size: int) -> WholeModels:
+    """Return the models in shards; a run without them imports nothing of FSDP2."""
+    from unicron_lightning.loop.sharded import ShardedModels
+
+    return ShardedModels(run, size)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

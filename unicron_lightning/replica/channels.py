@@ -262,6 +262,9 @@ class ProcessGroup(dist.ProcessGroup):
         self._inner = dist.ProcessGroup(dist.HashStore(), self.rank(), self.size())
         self._inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, group.backend)
 
+    def admit(self) -> None:
+        """Refuse a collective that must not begin now, by an exception."""
+
     def name(self) -> str:
         return "unicron"
 
@@ -314,6 +317,7 @@ def _collective(name: str) -> Callable[..., Collective]:
 
 def _accelerable(name: str, start: Callable[..., Any]) -> Callable[..., Any]:
     def begin(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        self.admit()
         return (
             start(self, *args, **kwargs)
             if self.accelerated is None

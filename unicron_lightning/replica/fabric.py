@@ -182,6 +182,8 @@ class ReplicaFabric(Generic[FabricShapeT]):
 
     Args:
         shape: declared.
+        open_ended: whether the declared replicas are only the most that the task can use: a step is then divided among
+            those that are there.
         copies: number of copies of each optimizer shard on other replicas; None if each replica has the whole state.
 
     Attributes:
@@ -195,8 +197,9 @@ class ReplicaFabric(Generic[FabricShapeT]):
         channels: those of the newest epoch entered; None for spares.
     """
 
-    def __init__(self, shape: FabricShapeT, *, copies: int | None = None) -> None:
+    def __init__(self, shape: FabricShapeT, *, open_ended: bool = False, copies: int | None = None) -> None:
         self.shape = shape
+        self._open_ended = open_ended
         self._copies = copies
         self.built = self.ordered = False
         self.spread: wire.Spread | None = None
@@ -243,14 +246,14 @@ class ReplicaFabric(Generic[FabricShapeT]):
             self.phase = "idle"
         return word.plain()
 
-    def settle(self, epoch: wire.Epoch, abouts: Sequence[Any]) -> None:
+    def settle(self, epoch: wire.Epoch, abouts: Sequence[Any], *, even: bool) -> None:
         """Plan the layout; exit if training can continue only from a checkpoint, so that the agent restarts this
         worker.
         """
         rank = next(i for i, member in enumerate(epoch.members) if member.worker == self._worker)
         words = [ShardReport.from_plain(about) for about in abouts]
         try:
-            layout = plan_layout(epoch.number, words, self.shape)
+            layout = plan_layout(epoch.number, words, self.shape, even=even)
         except StateLost as error:
             start_anew(str(error))
         members = tuple(member.worker for member in epoch.members)
@@ -292,6 +295,12 @@ class ReplicaFabric(Generic[FabricShapeT]):
         else:
             layout = plan_layout(0, [ShardReport(at=0)], self.shape)
             self.place, self.shard = EpochPlace(epoch=0, rank=0, layout=layout, members=("",)), 0
+
+    @property
+    def declared(self) -> int:
+        """Number of replicas among which a step is divided as long as none has begun it."""
+        assert self.place is not None, "no epoch entered"
+        return len(self.place.layout.replicas) if self._open_ended else self.shape.replicas
 
     @property
     def own_shard(self) -> int:

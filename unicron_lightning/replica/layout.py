@@ -112,13 +112,14 @@ class ReplicaLayout:
         return lacking
 
 
-def plan_layout(epoch: int, words: Sequence[ShardReport], shape: ReplicaShape) -> ReplicaLayout:
+def plan_layout(epoch: int, words: Sequence[ShardReport], shape: ReplicaShape, *, even: bool = True) -> ReplicaLayout:
     """Assign each member its part.
 
     Args:
         epoch: number of the epoch, for names.
         words: by rank.
         shape: declared.
+        even: whether all members that have the state are in the same operation.
 
     Raises:
         StateLost: no replica can be formed that has the newest state of every shard.
@@ -127,8 +128,9 @@ def plan_layout(epoch: int, words: Sequence[ShardReport], shape: ReplicaShape) -
     newest = max((word.at for word in words if word.at is not None), default=0)
     updated = {rank for rank, word in enumerate(words) if word.at == newest}
     fresh = updated | {rank for rank, word in enumerate(words) if word.ready and word.at == newest - 1}
-    # Between two workers' updates nothing can be copied: a worker about to update does so by itself.
-    settled = updated == fresh
+    # Between two workers' updates nothing can be copied: a worker about to update does so by itself. Between two
+    # operations neither: what the script does there would be missing in the copy, or be done in it twice.
+    settled = even and updated == fresh
     whole = _whole(words, shards, shape, fresh)[: shape.replicas]
     taken = {rank for _, members in whole for rank in members}
     pool = [rank for rank in range(len(words)) if rank not in taken and (settled or rank in fresh)]

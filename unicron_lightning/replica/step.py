@@ -108,7 +108,7 @@ class ReplicaStep(Step[SumsT]):
             [_parse(reports.members[member]) for member in replica.members] if replica.continues else None
             for replica in place.layout.replicas
         ]
-        declared, shard = self._fabric.shape.replicas, self._fabric.own_shard
+        declared, shard = self._fabric.declared, self._fabric.own_shard
         plan = plan_calls(self.micro_batches, declared, replicas, place.replica, counts, shard)
         self._plan = plan
         if not plan.complete or place.replica is None:

@@ -111,8 +111,14 @@ class Fabric(Protocol):
         """
         ...
 
-    def settle(self, epoch: wire.Epoch, abouts: Sequence[Any]) -> None:
-        """Process all members' descriptions, in rank order."""
+    def settle(self, epoch: wire.Epoch, abouts: Sequence[Any], *, even: bool) -> None:
+        """Process all members' descriptions, in rank order.
+
+        Args:
+            epoch: that follows.
+            abouts: the descriptions.
+            even: whether all members that have the state are in the same operation.
+        """
         ...
 
     def connect(self, epoch: wire.Epoch, base: Communicator) -> Communicator:
@@ -398,7 +404,8 @@ class Engine:
         begun = self.has_state and self._position == max(_positions(go)) and operation.name != STOP
         word = json.dumps([about, operation.report() if begun else None]).encode()
         words = [json.loads(each) for each in gather_bytes(self.communicator, word, "words")]
-        fabric.settle(epoch, [about for about, _ in words])
+        places = {(each.position, each.operation) for each in go.standings if each.position is not None}
+        fabric.settle(epoch, [about for about, _ in words], even=len(places) == 1)
         self._open(lambda epoch, rank, world: fabric.connect(epoch, base), epoch, self._world.rank)
         return tuple(report for _, report in words)
 

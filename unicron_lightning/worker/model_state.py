@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
@@ -14,10 +14,9 @@ from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement
 
 
-def share_initial(module: nn.Module, engine: Engine) -> None:
+def share_initial(tensors: Sequence[Tensor], engine: Engine) -> None:
     """Copy rank 0's parameters and buffers to all ranks, seeded alike or not."""
     with torch.no_grad():
-        tensors = [*module.parameters(), *module.buffers()]
         operation = Agreement("initial_state", lambda rank: codec.encode(tensors) if rank == 0 else b"")
         values = codec.decode(unpack_parts(engine.run(operation))[0])
         for tensor, value in zip(tensors, values, strict=True):

@@ -66,9 +66,9 @@ class _TrackedTensor:
 
     @property
     def frozen(self) -> bool:
-        """Whether the place has a parameter that needs no gradient."""
+        """Whether the place has a parameter that needs no gradient; one that is sharded has no memory of its own."""
         now = self.now
-        return isinstance(now, nn.Parameter) and not now.requires_grad
+        return isinstance(now, nn.Parameter) and not now.requires_grad and now.data_ptr() != 0
 
     def forget(self) -> None:
         """Free the copy of the step's value."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import base64
 import logging
 import os
 import threading
@@ -10,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -19,6 +21,7 @@ from unicron_lightning.checkpoints.files import age, left_records, record_path
 from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.stacks import StackFile
+from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.communication.backends import DataPlane
 from unicron_lightning.worker.communication.gloo import leave_buried, wait_buried
@@ -41,6 +44,7 @@ If that is too short, the coordinator notifies them and they finish among themse
 """
 _BURIED_SECONDS = 2.0
 """Seconds that the end of the process waits for closed communicators: one in its destructor would abort the process."""
+_MEANS = "means of evaluation"
 _FIT = "fit"
 _RESULTS = "results of fit"
 """Record of the task's present fit."""
@@ -211,6 +215,17 @@ class Session(OfProcess):
     def results_of(self, fit: int) -> str | None:
         """Return the recorded results of a ``fit`` of the task, if there are any."""
         return None if self.control is None else self.control.lookup(f"{_RESULTS} {fit}")
+
+    def record_means(self, number: int, means: Any) -> None:
+        """Record, as the first rank, the means of an evaluation after a ``fit``, for workers that leave it out."""
+        if self.control is not None and self.engine.world.rank == 0:
+            text = base64.b64encode(codec.encode(means)).decode()
+            self.control.record(f"{_MEANS} {self.fits}.{number}", text, self.engine.world.epoch)
+
+    def means_of(self, number: int) -> Any:
+        """Return the recorded means of the evaluation with this number after the present ``fit``, or None."""
+        text = None if self.control is None else self.control.lookup(f"{_MEANS} {self.fits}.{number}")
+        return None if text is None else codec.decode(base64.b64decode(text))
 
     def is_past(self) -> bool:
         """Whether the task is in a later ``fit`` than this joiner's script."""

@@ -1,0 +1,108 @@
+"""A worker whose loop trains sharded models, or a process that trains them whole: ``FOLDER NAME``; see `loop.worker`.
+
+``options.json`` in the folder has the number of workers of a replica, if it is another one, and a checkpoint to load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from loop.worker import EPOCHS, SAVED, Deaths, Numbers
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import unicron_lightning as unicron
+
+SHARDS: Final = 2
+WORKERS: Final = 4
+
+
+class Net(nn.Module):
+    """A net with dropout and batch norm, some of whose layers cannot be divided evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 7, bias=False), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.Linear(7, 4))
+        self.back = nn.Linear(7, 1)
+
+    def forward(self, batch: Any) -> Any:
+        """Return the loss, and the net's view of the values."""
+        _, values, targets = batch
+        hidden = self.layers[:3](values)
+        seen = self.layers[3](hidden)
+        return nn.functional.mse_loss(self.back(hidden), targets), seen
+
+
+def main(folder: Path, name: str) -> None:
+    """Train, and write the result."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    out = folder / "alone" if name == "alone" else folder
+    out.mkdir(exist_ok=True)
+    options = json.loads((folder / "options.json").read_text()) if (folder / "options.json").exists() else {}
+    shards = None if name == "alone" else options.get("shards", SHARDS)
+    run = unicron.Run(
+        Numbers(),
+        micro_batch_size=4,
+        global_batch_size=28,  # of seven micro-batches, so that the last row is incomplete, and the last step shorter
+        seed=3,
+        checkpoints=out / "checkpoints",
+        digest_every=2,
+        shard_size=shards,
+    )
+    deaths = Deaths(folder, run, options.get("workers", WORKERS))
+    net, critic, teacher = Net(), nn.Linear(4, 1), nn.Linear(4, 1)
+    teacher.requires_grad_(False)
+    for module in (net.layers[3], net, critic) if shards else ():
+        fully_shard(module, mesh=run.mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-3)
+    judge = torch.optim.SGD(critic.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    run.register(net=net, critic=critic, teacher=teacher)
+    run.register(optimizer=optimizer, judge=judge, schedule=schedule)
+    if "load" in options:
+        run.load(options["load"])
+    losses: dict[int, Any] = {}
+    evaluated: dict[int, Any] = {}
+
+    def loss_of(batch: Any) -> Any:
+        loss, seen = net(batch)
+        return {"loss": loss + 0.1 * critic(seen).mean(), "samples": torch.sin(batch[0].double()).sum()}
+
+    def criticism(batch: Any) -> Any:
+        with torch.no_grad():
+            _, seen = net(batch)
+        return nn.functional.mse_loss(critic(seen), teacher(batch[1])) * 0.1 * torch.rand(())
+
+    for step in run.steps(max_epochs=EPOCHS):
+        deaths.wait()
+        found = step.run(loss_of)
+        deaths.at("body")
+        norm = step.clip_grad_norm_(0.3)
+        optimizer.step()
+        schedule.step()
+        judged = step.run(criticism)
+        judge.step()
+        losses[step.number] = {name: float(value) for name, value in found.items()}
+        losses[step.number] |= {"judged": float(judged), "norm": float(norm)}
+        step.log(**found)
+        if step.number == SAVED:
+            run.save()
+        if step.ends_epoch:
+            evaluated[step.number] = float(run.evaluate(Numbers(), lambda batch: net(batch)[0], batch_size=5))
+    evaluated[0] = float(run.evaluate(Numbers(), lambda batch: net(batch)[0], batch_size=5))
+    path = run.save(out / "last.ckpt")
+    state = {
+        f"{model}.{key}": value
+        for model in ("net", "critic", "teacher")
+        for key, value in torch.load(path, weights_only=True)[model].items()
+    }
+    result = {"state": state, "losses": losses, "evaluated": evaluated, "step": run.global_step}
+    result |= {"rate": schedule.get_last_lr(), "random": torch.rand(1)}
+    target = out / ("result.pt" if name == "alone" else f"result-{os.environ['RANK']}-{os.getpid()}.pt")
+    torch.save(result, target.with_suffix(".part"))
+    target.with_suffix(".part").rename(target)

@@ -1,0 +1,135 @@
+"""A worker's part in a world of replicas of a sharded model, for any host of the training."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from unicron_lightning import wire
+from unicron_lightning.checkpoints.saving import WriteFile
+from unicron_lightning.data.passes import RowPart
+from unicron_lightning.fsdp.grid import ShardedShape
+from unicron_lightning.fsdp.mesh import ShardGroup
+from unicron_lightning.fsdp.model import FsdpShard
+from unicron_lightning.fsdp.rows import number_of_rows, own_of_rows
+from unicron_lightning.replica.fabric import EpochPlace, ReplicaFabric, run_released
+from unicron_lightning.replica.member import ReplicaMember
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.engine import Engine, World
+from unicron_lightning.worker.rows import Balance
+from unicron_lightning.worker.session import Session
+
+
+class ShardHolder:
+    """Holds a shard of the model, and takes it from epoch to epoch. The methods are in the order of a run's calls.
+
+    Args:
+        shape: declared world; an operator's order replaces it.
+        open_ended: see `ReplicaFabric`.
+
+    Attributes:
+        fabric: this worker's connections and place.
+        member: with its shard of the model.
+    """
+
+    def __init__(self, shape: ShardedShape, *, open_ended: bool = False) -> None:
+        self.fabric = ReplicaFabric(shape, open_ended=open_ended)
+        self.member: ReplicaMember[ShardedShape, FsdpShard] = ReplicaMember(self.fabric, FsdpShard.adopt, self._leave)
+        self._founded = False
+
+    @property
+    def part(self) -> RowPart:
+        """This worker's part of each row."""
+        return RowPart(size=self.fabric.shape.shards, shard=self.fabric.own_shard)
+
+    @property
+    def place(self) -> EpochPlace:
+        """This worker's place in the present epoch."""
+        assert self.fabric.place is not None, "no epoch entered"
+        return self.fabric.place
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this worker takes part in no update: it is in no replica, and has no sums of one that it left."""
+        place = self.fabric.place
+        return place is not None and place.replica is None and self.fabric.phase != "ready"
+
+    def begin(self, session: Session) -> None:
+        """Begin with a session that was made with the fabric."""
+        self.fabric.begin(session.control, joins=session.is_joiner)
+
+    def make_group(self, session: Session, local_rank: int) -> ShardGroup:
+        """Return the group of this replica's shards; a founder has entered its first epoch."""
+        self._founded = session.is_joiner  # the others do not found the task again with it, in a later run
+        if session.is_joiner:
+            self.fabric.take_shard(local_rank)
+        return ShardGroup(self.fabric.own_shard, self.fabric.shape.shards)
+
+    def hold(self, model: FsdpShard, micro_batches: int) -> None:
+        """Take this worker's shard of the model.
+
+        Args:
+            model: built.
+            micro_batches: of a whole step, for the coordinator.
+        """
+        fabric, size = self.fabric, self.fabric.shape.shards
+        self.member.model = model
+        if model.accelerator is not None:
+            atexit.register(model.close)
+        fabric.built = True
+        fabric.spread = wire.Spread(
+            layout=wire.Layout(tensor=size, pipeline=1, sharded=True),
+            ordered=fabric.ordered,
+            workers=size * fabric.shape.replicas,
+            micro_batches=micro_batches,
+            tensor_divides={},
+            pipeline_divides={},
+        )
+
+    def found(self, engine: Engine) -> None:
+        """Begin the task with the same parameters in all replicas, once."""
+        if not self._founded:
+            self._founded = True
+            self.member.found(engine)
+
+    def enter(self, world: World, engine: Callable[[], Engine]) -> None:
+        """Enter an epoch, before any work in it.
+
+        Raises:
+            CommunicatorAborted, EpochChanged: a member failed.
+        """
+        if world.epoch > 0:
+            self.member.enter(engine())
+
+    def share(self, micro_batches: Sequence[int], balance: Balance | None = None) -> list[int]:
+        """Return this worker's micro-batches of a step in the present world."""
+        number = number_of_rows(micro_batches, self.fabric.shape.shards)
+        rows = self.member.share(range(number), None if balance is None else balance.counts(number))
+        return own_of_rows(micro_batches, rows, self.part)
+
+    def writing(self, engine: Engine, write: Callable[[list[Any]], str]) -> WriteFile:
+        """Return the operation that writes a file with the shards of one replica, by its first worker.
+
+        Args:
+            engine: of this worker.
+            write: writes the file, given `FsdpShard.plain_state` of each shard; returns its digest.
+        """
+
+        def collect() -> list[bytes]:
+            """Send the shards of a replica to its first worker, and return them there."""
+            engine.fault("collect", engine.step)
+            model = self.member.model
+            if self.place.replica != 0:
+                return []
+            found: list[bytes] = run_released(lambda: model.group.collect(codec.encode(model.plain_state())))
+            return found
+
+        def first() -> int:
+            return self.place.layout.replicas[0].members[0]
+
+        return WriteFile(lambda shards: write([codec.decode(shard) for shard in shards]), collect, first)
+
+    def _leave(self) -> None:
+        """Keep a spare's model, which takes part in nothing."""
+        self.member.model.leave()

@@ -1,0 +1,151 @@
+"""A step of a sharded model in rows of S micro-batches: this worker's one of each row, and the step's small sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from unicron_lightning.data.loader import BatchRows, GlobalBatch
+from unicron_lightning.data.passes import RowPart
+from unicron_lightning.worker.buckets import FlatBucket
+from unicron_lightning.worker.control.activity import Activity
+from unicron_lightning.worker.effects import Effects
+from unicron_lightning.worker.sums import AllUsed, LogCall, StepSums, SumsLayout
+
+
+def number_of_rows(micro_batches: Sequence[int], size: int) -> int:
+    """Return the number of rows of S micro-batches, one for each shard; the last one may be incomplete."""
+    return -(-len(micro_batches) // size)
+
+
+def own_of_rows(micro_batches: Sequence[int], rows: Sequence[int], part: RowPart) -> list[int]:
+    """Return a worker's micro-batch of each of some rows; the last one completes the last row, and does not count."""
+    return [micro_batches[min(row * part.size + part.shard, len(micro_batches) - 1)] for row in rows]
+
+
+class StepRows:
+    """Runs this worker's micro-batches of a step, row by row.
+
+    Args:
+        batch: locates the samples.
+        part: this worker's part of each row.
+        effects: of the micro-batches on the module.
+        agreed: the members' agreement on the step's sums.
+        activity: of this worker.
+        anew: whether to search the metric objects again.
+
+    Attributes:
+        numbers: of all rows of the step.
+    """
+
+    def __init__(
+        self,
+        batch: GlobalBatch,
+        part: RowPart,
+        effects: Effects,
+        agreed: SumsLayout,
+        activity: Activity,
+        *,
+        anew: bool = False,
+    ) -> None:
+        self._rows = BatchRows(batch, part.size, part.shard)
+        self.numbers = self._rows.numbers
+        self._effects = effects
+        self._agreed = agreed
+        self._activity = activity
+        self._micro_batches = batch.micro_batches
+        self._done: dict[int, _RowResult] = {}
+        self._row = _RowResult(number=0, counts=False)
+        effects.begin(batch.micro_batches[0], agreed, anew=anew)
+
+    def call(self, run: Callable[..., None], micro_batches: Sequence[int], *, last: bool) -> None:
+        """Run some rows together with the partners; see `replica.step.Call`.
+
+        Args:
+            run: runs a micro-batch, given its number and ``counts``, whether it counts; reports to `add`.
+            micro_batches: the rows.
+            last: as there.
+        """
+        bucket = self._effects.norms.bucket
+        for row in micro_batches:
+            number, counts = self._rows.own(row)
+            self._row = self._done[row] = _RowResult(number=number, counts=counts)
+            if self._rows.is_empty(row):
+                continue
+            if bucket is not None:
+                bucket.local.zero_()
+            try:
+                run(number, counts=counts)
+            except BaseException:
+                self._effects.restore()
+                raise
+            self._activity.computed()
+            if bucket is not None and counts:
+                self._row.norms = bucket.local.clone()
+
+    def add(self, loss: Tensor | None, calls: Sequence[LogCall]) -> None:
+        """Record the results of a micro-batch that counts."""
+        assert loss is not None, "no micro-batch is skipped"
+        self._row.results.append((loss.detach().clone(), calls))
+
+    def sums(self, rows: Sequence[int]) -> ShardedSums:
+        """Return the step's other sums, over this worker's micro-batches of some rows."""
+        effects, done = self._effects, [self._done[row] for row in rows]
+        counted = {each.number for each in done if each.counts}
+        if effects.norms.bucket is not None:
+            effects.norms.bucket.local.zero_()
+            for each in done:
+                if each.norms is not None:
+                    effects.norms.bucket.local.add_(each.norms)
+        if self._micro_batches[0] not in counted:
+            effects.buffers.withdraw()
+        if effects.metrics is not None:
+            recorded = effects.metrics.recorded
+            effects.metrics.recorded = {number: recorded[number] for number in counted & recorded.keys()}
+        sums = ShardedSums(self._agreed, effects.norms, effects.buffers, AllUsed(), effects.metrics)
+        for loss, calls in (result for each in done for result in each.results):
+            sums.add(loss, calls)
+        return sums
+
+
+@dataclass(kw_only=True)
+class _RowResult:
+    """This worker's micro-batch of a row.
+
+    Attributes:
+        number: of the micro-batch.
+        counts: whether it counts.
+        results: its loss and logged values, once it is done.
+        norms: its changes of batch-norm statistics.
+    """
+
+    number: int
+    counts: bool
+    results: list[tuple[Tensor, Sequence[LogCall]]] = field(default_factory=list)
+    norms: Tensor | None = None
+
+
+class ShardedSums(StepSums):
+    """The sums of one step, which are all small ones: a broken replica's are discarded until these are summed."""
+
+    @override
+    def totals(self) -> list[float]:
+        large = (value for bucket in self._flat() for value in bucket.local.double().tolist())
+        return [*super().totals(), *large]
+
+    @override
+    def read(self, totals: Sequence[float]) -> bool:
+        end = len(totals) - sum(bucket.local.numel() for bucket in self._flat())
+        start = end
+        for bucket in self._flat():
+            values = totals[start : start + bucket.local.numel()]
+            bucket.reduced.copy_(torch.tensor(values, dtype=torch.float64))
+            start += len(values)
+        return super().read(totals[:end])
+
+    def _flat(self) -> list[FlatBucket]:
+        return [bucket for bucket in self.buckets if isinstance(bucket, FlatBucket)]
