@@ -90,7 +90,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         self.num_nodes = 1
         self.seed = 0
         self.agreed = SumsLayout()
-        self.comparison = Comparison(partial(getattr, self, "session"), active=compare)  # no lambda: it is pickled
+        self.comparison = Comparison(self, active=compare)
         self.reported = ResumedCheckpoints()
         self.memory = StateMemory(self)
         self.persisting = Persisting(self)

@@ -14,9 +14,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from unicron_lightning.copying import OfProcess
-from unicron_lightning.worker.communication.communicator import STOP
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.operations import Agreement
+from unicron_lightning.worker.operations import agree_to_stop, takes_stop
 
 
 class Stopping(OfProcess):
@@ -41,8 +40,7 @@ class Stopping(OfProcess):
 
     def committed(self) -> None:
         """After a step: stop if the members have agreed to in its commit."""
-        if self._engine.stops:
-            self._engine.wants_stop = self._engine.stops = False
+        if takes_stop(self._engine):
             self._trainer.should_stop = self.agreed = True
 
     def _look_before_validation(self) -> None:
@@ -57,9 +55,7 @@ class Stopping(OfProcess):
         if not trainer.should_stop:
             self.agreed = False
         elif not self.agreed and engine.world.size > 1 and not self._is_over():
-            self.agreed = bool(engine.run(Agreement(STOP, lambda rank: b"stop")))
-            engine.wants_stop = not self.agreed
-            trainer.should_stop = self.agreed
+            trainer.should_stop = self.agreed = agree_to_stop(engine)
 
     def _is_over(self) -> bool:
         """Whether the fit has reached a limit, so that it ends on all ranks."""

@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from unicron_lightning.data.fetch import Fetcher
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.passes import IndexedBatches
 from unicron_lightning.data.seeding import RandomPurpose, seeded
-from unicron_lightning.errors import ConfigError
+from unicron_lightning.loop.loop_steps import scalar
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.engine import Engine
@@ -117,16 +117,10 @@ def _plain(output: Any) -> dict[str, float]:
     Raises:
         ConfigError: the function returned anything else than scalars.
     """
-    named = output if isinstance(output, Mapping) else {_VALUE: output}
-    found = {}
-    for name, value in named.items():
-        if not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)):
-            raise ConfigError(
-                f"the function of run.evaluate() returned {value!r:.80}; expected a number, a scalar tensor, or a "
-                "mapping of these"
-            )
-        found[str(name)] = float(value)
-    return found
+    where = "the function of run.evaluate() returned"
+    if not isinstance(output, Mapping):
+        return {_VALUE: float(scalar(where, output))}
+    return {str(name): float(scalar(f"{where} {name}=...", value)) for name, value in output.items()}
 
 
 def _means(batches: list[list[Any]]) -> Any:

@@ -97,7 +97,7 @@ class LoopStep:
         """
         steps = self._of("log")
         for name, value in values.items():
-            self._logged[name] = float(_scalar(f"step.log({name}=...)", value))
+            self._logged[name] = float(scalar(f"step.log({name}=...)", value))
         if steps.run_of.engine.control is not None:
             steps.run_of.engine.control.progress(steps.run_of.engine.step, self._logged, self._batch.num_samples())
 
@@ -296,12 +296,12 @@ def _parts(output: Any) -> tuple[Tensor, list[LogCall]]:
     calls = []
     for name, value in values.items():
         options: Options = ("step", str(name), False, False, False, True, "mean", False)
-        scalar = _scalar(f"the function of step.run() returned {name}=...", value)
-        calls.append(LogCall(options=options, value=scalar, weight=1.0))
+        number = scalar(f"the function of step.run() returned {name}=...", value)
+        calls.append(LogCall(options=options, value=number, weight=1.0))
     return loss.reshape(()), calls
 
 
-def _scalar(where: str, value: Any) -> Tensor:
+def scalar(where: str, value: Any) -> Tensor:
     """Return a number as a scalar tensor.
 
     Raises:

@@ -33,16 +33,17 @@ from unicron_lightning.loop.registered import RESERVED
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import digest
 from unicron_lightning.worker.codec import unpack_parts
-from unicron_lightning.worker.communication.communicator import STOP
 from unicron_lightning.worker.comparison import Comparison, Divergence, OnDivergence
 from unicron_lightning.worker.control.thread import terminable
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.operations import Agreement, Join, Parting
+from unicron_lightning.worker.operations import Agreement, Join, Parting, agree_to_stop, takes_stop
 from unicron_lightning.worker.reporting import report_error
 from unicron_lightning.worker.sums import SumsLayout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from unicron_lightning.worker.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class Run:
         self._session, self._is_new = self._models.open(self._shape.micro_batches)
         self._models.begin(self._session)
         self.registered = self._models.registered
-        self._comparison = Comparison(lambda: self._session, active=compare)
+        self._comparison = Comparison(self, active=compare)
         self._reported = ReportedCheckpoints()
         self._steps = self._models.steps(int(bucket_mib * _MIB), overlap=overlap)
         self._data: IndexedSteps | None = None
@@ -128,6 +129,11 @@ class Run:
         self._given: str | None = None
         self._pending: str | None = None
         """Path of the checkpoint that is due at the end of the present body."""
+
+    @property
+    def session(self) -> Session:
+        """This worker's part in its task."""
+        return self._session
 
     @property
     def engine(self) -> Engine:
@@ -314,16 +320,10 @@ class Run:
         self.engine.activity.enter("over")
 
     def _stops(self) -> bool:
-        """Whether the ranks have agreed on the end of the loop; see `strategies.stopping`, which does the same."""
-        engine = self.engine
-        if engine.stops:
-            engine.wants_stop = engine.stops = False
+        """Whether the ranks have agreed on the end of the loop."""
+        if takes_stop(self.engine):
             return True
-        if not self.should_stop or engine.world.size == 1:
-            return self.should_stop
-        agreed = bool(engine.run(Agreement(STOP, lambda rank: b"stop")))
-        engine.wants_stop = not agreed
-        return agreed
+        return self.should_stop and (self.engine.world.size == 1 or agree_to_stop(self.engine))
 
     def _begin(self) -> bool:
         """Begin a loop with the task's state; return False if the task has finished this loop."""

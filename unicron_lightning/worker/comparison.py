@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,19 +38,26 @@ _OF_SCHEDULERS: Final = ("base_lrs", "last_epoch", "_step_count", "_last_lr")
 _PLAIN: Final = (bool, int, float, str, type(None))
 
 
+class TaskHost(Protocol):
+    """A strategy or a loop: has this worker's part in its task, once a run has begun."""
+
+    @property
+    def session(self) -> Session: ...
+
+
 class Comparison:
     """This worker's description of itself, and its comparison with those of the others.
 
     Args:
-        session: returns this worker's session.
+        host: has this worker's session.
         active: whether workers are compared at all.
 
     Attributes:
         described: empty if they are not.
     """
 
-    def __init__(self, session: Callable[[], Session], *, active: bool) -> None:
-        self._session = session
+    def __init__(self, host: TaskHost, *, active: bool) -> None:
+        self._host = host
         self._active = active
         self.described: dict[str, str] = {}
 
@@ -76,7 +83,7 @@ class Comparison:
         """
         if not self._active:
             return
-        said = self._session().engine.run(Agreement(f"agree on {name}", lambda rank: codec.encode(self.described)))
+        said = self._host.session.engine.run(Agreement(f"agree on {name}", lambda rank: codec.encode(self.described)))
         check_agreement(self.described, [codec.decode(part) for part in unpack_parts(said)], node=self._node())
 
     def check(self, expected: dict[str, str] | None) -> None:
@@ -86,12 +93,12 @@ class Comparison:
             WorkersDiffer: if this worker differs.
         """
         if self._active and expected:
-            left = _OF_EARLIER_FITS if self._session().fits > 1 else ()
+            left = _OF_EARLIER_FITS if self._host.session.fits > 1 else ()
             mine, theirs = ({k: v for k, v in each.items() if k not in left} for each in (self.described, expected))
             check_agreement(mine, [theirs], node=self._node())
 
     def _node(self) -> str:
-        world = self._session().engine.world
+        world = self._host.session.engine.world
         return world.nodes[world.rank] if world.nodes else "local"
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from unicron_lightning.wire import PARTING
 from unicron_lightning.worker.codec import pack_parts
-from unicron_lightning.worker.communication.communicator import gather_bytes
+from unicron_lightning.worker.communication.communicator import STOP, gather_bytes
 from unicron_lightning.worker.delivery import LARGE, deliver
 from unicron_lightning.worker.engine import JOIN, Engine, EpochChanged
 from unicron_lightning.worker.rows import Report, ReportSum
@@ -57,6 +57,24 @@ class Agreement(Indivisible):
     def attempt(self, engine: Engine) -> bytes:
         engine.fault("agree", self.name)
         return pack_parts(gather_bytes(engine.communicator, self._payload(self._rank), engine.tag(self.name)))
+
+
+def agree_to_stop(engine: Engine) -> bool:
+    """Propose, where members look for a stop, that the run ends there; return whether all members propose it.
+
+    Otherwise the next commit has this worker's vote, and all members stop after that step: `takes_stop`.
+    """
+    agreed = bool(engine.run(Agreement(STOP, lambda rank: b"stop")))
+    engine.wants_stop = not agreed
+    return agreed
+
+
+def takes_stop(engine: Engine) -> bool:
+    """Whether the members have agreed on a stop in the last commit; True once."""
+    if not engine.stops:
+        return False
+    engine.wants_stop = engine.stops = False
+    return True
 
 
 class Join(Indivisible):
