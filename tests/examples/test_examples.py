@@ -34,15 +34,30 @@ def test_the_sharded_gpt_learns(tmp_path: Path) -> None:
     assert (tmp_path / "last.ckpt").exists()
 
 
-def test_the_loop_learns_without_lightning_and_with_a_kill(tmp_path: Path) -> None:
-    command = [ROOT / "examples/loop_gpt.py", "--steps", "60", "--folder", tmp_path / "saved"]
-    with LocalCluster(command, nodes=2, nnodes="1:2", folder=tmp_path) as cluster:
-        cluster.wait_step(10, seconds=120)
-        cluster.kill_worker(cluster.wait_workers(2)[1])
-        assert set(cluster.wait_exit().values()) == {0}
-        (loss,) = re.findall(r"finished 60 steps: loss ([\d.]+)", cluster.log("node0") + cluster.log("node1"))
-    assert float(loss) < 5.0, "a uniform guess has 5.5"
-    assert (tmp_path / "saved/last.ckpt").exists()
+@pytest.mark.parametrize(
+    ("example", "uses"), [("loop_gpt", ["3360 samples 0 times, 1440 samples 1 times"]), ("loop_gan", [])]
+)
+def test_the_demonstration_of_a_loop_shows_that_a_kill_changes_nothing(example: str, uses: list[str]) -> None:
+    command = [sys.executable, ROOT / f"examples/{example}.py", "--demo", "--steps", "60"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^killed a worker after step [1-5]\d$", done.stdout, re.MULTILINE)) == 1
+    struck, calm = re.findall(r"^finished 60 steps: loss ([\d.]+)", done.stdout, re.MULTILINE)
+    assert struck == calm and float(calm) < 5.0, "a uniform guess of a byte has 5.5"
+    (difference,) = re.findall(r"^largest difference of a parameter: (\S+)$", done.stdout, re.MULTILINE)
+    assert float(difference) < 1e-9
+    assert re.findall(r"^uses with the failure: (.*)$", done.stdout, re.MULTILINE) == uses
+
+
+@pytest.mark.parametrize("example", ["loop_gpt", "loop_gan"])
+def test_the_script_before_has_the_same_parameters(example: str, tmp_path: Path) -> None:
+    models = []
+    for name in (f"{example}_before", example):
+        command = [sys.executable, ROOT / f"examples/{name}.py", "--steps", "2", "--folder", tmp_path]
+        subprocess.run(command, check=True, capture_output=True, timeout=100)
+        saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+        models.append({key: [*saved[key]] for key in saved if key != "unicron_loop"})
+    assert models[0] == models[1]
 
 
 def test_the_classifier_learns_and_keeps_its_best_checkpoint(tmp_path: Path) -> None:
