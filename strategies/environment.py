@@ -12,6 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_z
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
+from unicron_lightning.data.streams import as_rank
 from unicron_lightning.errors import ConfigError
 
 
@@ -100,18 +101,12 @@ class UnicronEnvironment(ClusterEnvironment):
     def seen_as(self, rank: int, size: int) -> Iterator[None]:
         """Inside, this worker has another place for the script, and for worker processes of loaders that it starts."""
         own = self._global_rank, self._world_size
-        variables = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
         self._global_rank, self._world_size = rank, size
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
         try:
-            yield
+            with as_rank(rank, size):
+                yield
         finally:
             self._global_rank, self._world_size = own
-            for name, value in variables.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
     @override
     def local_rank(self) -> int:

@@ -48,15 +48,13 @@ from unicron_lightning.data.steps import (
     StreamPass,
     StreamSteps,
     TrainingLoader,
+    agree_on_ends,
     indexed_pass,
     most_of,
 )
 from unicron_lightning.data.streams import StreamEnds, StreamOpener, Streams
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, unwrapped
-from unicron_lightning.worker import codec
-from unicron_lightning.worker.codec import unpack_parts
-from unicron_lightning.worker.operations import Agreement
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -412,12 +410,8 @@ class Loaders:
     @property
     def _agreed(self) -> dict[str, Any]:
         """How the steps of streams become known to all ranks."""
-        return {"own": self._strategy.parallelism.own, "agree": self._agree, "reading": self._reading}
-
-    def _agree(self, look: Callable[[], dict[int, int]]) -> dict[int, int]:
-        """Return the ends that any rank has found by a look into its streams."""
-        parts = self._strategy.engine.run(Agreement("ends of streams", lambda rank: codec.encode(look())))
-        return {stream: end for part in unpack_parts(parts) for stream, end in codec.decode(part).items()}
+        agree = partial(agree_on_ends, self._strategy.engine)
+        return {"own": self._strategy.parallelism.own, "agree": agree, "reading": self._reading}
 
     def _opener(self, loader: DataLoader[Any], seed: int) -> StreamOpener:
         devices = self._strategy.shape.devices

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 
 from unicron_lightning import __version__
 from unicron_lightning.data.combined import CombinedSteps
-from unicron_lightning.data.steps import IndexedSteps, StreamSteps, TrainingLoader
-from unicron_lightning.worker import codec
+from unicron_lightning.data.steps import IndexedSteps, TrainingLoader, describe_order
 from unicron_lightning.worker.agreement import (
     digest,
     part_of,
 )
 from unicron_lightning.worker.comparison import comparable, describe_optimizer, plain_text, shared_state
-
-if TYPE_CHECKING:
-    pass
 
 
 def describe_model(trainer: pl.Trainer) -> dict[str, str]:
@@ -45,33 +39,19 @@ def describe_model(trainer: pl.Trainer) -> dict[str, str]:
 
 
 def describe_data(loader: TrainingLoader | CombinedSteps) -> dict[str, str]:
-    """Describe length and order of the training data, by the first step and a later one that is equal on all
-    workers; of a stream, by its first batch.
-    """
+    """Describe the training data's order and, if it has an index, its length."""
     read = (loader.whole if isinstance(loader, CombinedSteps) else loader).steps
-    if isinstance(read, StreamSteps):
-        return {"data order": f"digest of the first batch {digest([_content(read.first())])}"}
-    assert isinstance(read, IndexedSteps)
-    steps = read.number(0)
-    later = random.Random(steps).randrange(steps) if steps else 0
-    orders = [(step, read.samples(step)) for step in dict.fromkeys((0, later)) if step < steps]
+    order = {"data order": describe_order(read)}
+    if not isinstance(read, IndexedSteps):
+        return order
     datasets = [part.dataset for part in (loader.flattened if isinstance(loader, CombinedSteps) else [loader])]
-    return {
-        "data length": f"{' + '.join(map(_length, datasets))} samples, {steps} steps an epoch{_schedule(read)}",
-        "data order": f"digest of the samples of steps {[step for step, _ in orders]} {digest(orders)}",
-    }
+    samples = " + ".join(map(_length, datasets))
+    return {"data length": f"{samples} samples, {read.number(0)} steps an epoch{_schedule(read)}", **order}
 
 
 def _schedule(steps: IndexedSteps) -> str:
     epochs = steps.shape.schedule
     return f", with schedule of accumulate_grad_batches {dict(epochs)}" if epochs else ""
-
-
-def _content(batch: Any) -> object:
-    try:
-        return codec.encode(batch)
-    except codec.NotPlainData:
-        return batch
 
 
 def _length(data: object) -> str:

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from joins.running import SECONDS, Site, results, site
-from loop.worker import EPOCHS, SAVED, WORKERS
+from loop.worker import EPOCHS, KINDS, SAVED, WORKERS
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
-STEPS = EPOCHS * 4
 POINTS = ("forward", "micro_batch", "launched", "reduced", "commit", "committed", "body", "validation", "evaluated")
 RECOVERING = ("exchange", "connect", "join")
 TOLERANCE = 1e-12
@@ -27,12 +26,20 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield made
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def alone(world: Site) -> dict[str, Any]:
-    folder = world.folder / "single"
+def alone(kind: str, world: Site) -> dict[str, Any]:
+    folder = world.folder / f"{kind}-single"
+    if folder.exists():
+        return torch.load(folder / "alone" / "result.pt")
     folder.mkdir()
     process = world.start_alone(folder / "log")
-    process.start("alone", "loop.worker", str(folder), "alone")
+    process.start("alone", "loop.worker", str(folder), f"{kind}-alone")
     limit = time.monotonic() + SECONDS
     while not process.has_ended() and time.monotonic() < limit:
         time.sleep(0.05)
@@ -42,10 +49,10 @@ def alone(world: Site) -> dict[str, Any]:
     return torch.load(folder / "alone" / "result.pt")
 
 
-def drawn(seed: int) -> list[tuple[int, int, str]]:
+def drawn(seed: int, steps: int) -> list[tuple[int, int, str]]:
     """A history of deaths."""
     chance = random.Random(seed)
-    deaths = [(chance.randrange(WORKERS), chance.randrange(STEPS - 2), chance.choice(POINTS)) for _ in range(2)]
+    deaths = [(chance.randrange(WORKERS), chance.randrange(steps - 2), chance.choice(POINTS)) for _ in range(2)]
     return [*deaths, (chance.randrange(WORKERS), 1, chance.choice(RECOVERING))]
 
 
@@ -71,32 +78,46 @@ def run(world: Site, name: str, history: list[tuple[int, int, str]]) -> list[dic
 def check(found: dict[str, Any], alone: dict[str, Any]) -> None:
     for key, value in alone["state"].items():
         assert torch.allclose(found["state"][key].double(), value.double(), rtol=TOLERANCE, atol=TOLERANCE), key
-    assert found["step"] == alone["step"] == STEPS
-    assert found["rate"] == alone["rate"]
+    assert found["step"] == alone["step"]
+    assert found["rate"] == alone["rate"] and found["scale"] == alone["scale"]
     assert torch.equal(found["random"], alone["random"])
     for part in ("losses", "evaluated"):
         for number, values in found[part].items():
             assert values == pytest.approx(alone[part][number], rel=TOLERANCE, abs=TOLERANCE), (part, number)
-    uses = found["state"]["net.uses"]
-    assert torch.allclose(uses, torch.full_like(uses, -EPOCHS / 6), rtol=TOLERANCE, atol=TOLERANCE), uses
 
 
-def test_alone_each_sample_is_used_once_in_an_epoch(alone: dict[str, Any]) -> None:
-    check(alone, alone)
-    assert list(alone["losses"]) == list(range(1, STEPS + 1))
-    assert list(alone["evaluated"]) == [4, 8, 12, 16]
+def test_alone_each_sample_is_used_once_in_an_epoch(kind: str, alone: dict[str, Any]) -> None:
+    steps = EPOCHS * KINDS[kind]
+    assert list(alone["losses"]) == list(range(1, steps + 1))
+    ends = {"stream": [5, 10, 15, 20], "schedule": [4, 8, 16, 24]}.get(kind, [4, 8, 12, 16])
+    assert list(alone["evaluated"]) == ends
+    uses = alone["state"]["net._orig_mod.uses" if kind == "compiled" else "net.uses"]
+    if kind == "stream":  # the micro-batches of the last steps are fewer, and so count for more
+        assert (uses[:90] <= -EPOCHS / 6 + TOLERANCE).all() and not uses[90:].any()
+    else:
+        once = -EPOCHS / 6 if kind != "schedule" else -2 / 6 - 2 / 3
+        assert torch.allclose(uses, torch.full_like(uses, once), rtol=TOLERANCE, atol=TOLERANCE), uses
+    assert alone["scale"] == (128.0 if kind == "scaler" else 1.0)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_deaths(seed: int, world: Site, alone: dict[str, Any]) -> None:
-    found = run(world, f"random{seed}", drawn(seed))
+def seeds() -> list[Any]:
+    """With each change one history of each kind, and some of the first kind."""
+    often = [("plain", seed) for seed in range(6)] + [(kind, 0) for kind in KINDS if kind != "plain"]
+    rest = [(kind, seed) for kind in KINDS for seed in range(20) if (kind, seed) not in often]
+    return [*often, *(pytest.param(*each, marks=pytest.mark.chaos) for each in rest)]
+
+
+@pytest.mark.parametrize(("kind", "seed"), seeds(), indirect=["kind"], scope="module")
+def test_random_deaths(kind: str, seed: int, world: Site, alone: dict[str, Any]) -> None:
+    found = run(world, f"{kind}-random{seed}", drawn(seed, EPOCHS * KINDS[kind]))
     assert found
     for each in found:
         check(each, alone)
 
 
-def test_all_die_and_the_task_resumes_from_its_checkpoint(world: Site, alone: dict[str, Any]) -> None:
-    found = run(world, "all", [(-1, SAVED + 2, "micro_batch")])
+@pytest.mark.parametrize("kind", ["plain", "stream"], indirect=True)
+def test_all_die_and_the_task_resumes_from_its_checkpoint(kind: str, world: Site, alone: dict[str, Any]) -> None:
+    found = run(world, f"{kind}-all", [(-1, SAVED + 2, "micro_batch")])
     assert len(found) == WORKERS
     for each in found:
         check(each, alone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -240,8 +241,93 @@ def test_a_step_that_is_over(made: Setup) -> None:
 
 
 class Stream(IterableDataset[Any]):
+    """`DATA` in streams, in an order of the epoch; one stream is longer."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
     def __iter__(self) -> Any:
-        return iter([1])
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch))
+        part = order.tolist() if world == 1 else order[[slice(13), slice(13, None)][rank]].tolist()
+        return (DATA[number] for number in part)
+
+
+STREAMS = {"streams": 2, "global_batch_size": 8, "micro_batch_size": 2}
+
+
+class Streamed(Setup):
+    """A training over streams."""
+
+    def __init__(self, folder: Path, data: Any = None, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.run = Run(Stream() if data is None else data, seed=1, checkpoints=folder, **STREAMS, **options)
+        self.model = nn.Linear(2, 1).double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.run.register(model=self.model, optimizer=self.optimizer)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("runs", [True, False])
+def test_each_sample_of_streams_is_used_once_in_an_epoch(runs: bool, workers: int, tmp_path: Path) -> None:
+    """Also if bodies do not call `run`, whose commit otherwise makes the ends of streams known."""
+    made = Streamed(tmp_path, DataLoader(Stream(), batch_size=2, num_workers=workers) if workers else None)
+    seen: dict[int, list[float]] = {0: [], 1: []}
+    numbers = []
+
+    def loss(batch: Any) -> torch.Tensor:
+        seen[made.run.current_epoch] += batch[1].flatten().tolist()
+        batch[1].zero_()  # the next call gets samples of its own
+        return made.loss(batch)
+
+    for step in made.run.steps(max_epochs=2):
+        if runs:
+            step.run(loss)
+            step.run(loss)
+        numbers.append((step.number, step.epoch, step.ends_epoch))
+    assert numbers == [(n + 1, n // 4, n % 4 == 3) for n in range(8)]
+    if runs:
+        assert all(sorted(each) == sorted(DATA.tensors[1].flatten().tolist() * 2) for each in seen.values())
+        assert seen[0] != seen[1]
+
+
+def test_a_checkpoint_continues_in_the_middle_of_streams(tmp_path: Path) -> None:
+    paths: list[str] = []
+    whole = Streamed(tmp_path)
+    losses = whole.train(10, lambda step: paths.append(whole.run.save()) if step.number == 6 else None)
+    again = Streamed(tmp_path / "again")
+    again.run.load(paths[0])
+    assert again.train(10) == losses[6:]
+
+
+def test_an_evaluation_of_streams_is_the_mean_over_the_samples(tmp_path: Path) -> None:
+    made = Streamed(tmp_path)
+    found = made.run.evaluate(Stream(), made.loss, batch_size=3)
+    assert float(found) == pytest.approx(made.loss(DATA[:]).item(), rel=1e-12)
+
+
+def test_batches_of_another_iterable(tmp_path: Path) -> None:
+    class Batches:
+        def __iter__(self) -> Any:
+            return iter([DATA[:2], DATA[2:4], DATA[4:6]])
+
+    made = Setup(tmp_path)
+    made.run = Run(Batches(), micro_batch_size=2, global_batch_size=4, seed=1, checkpoints=tmp_path)
+    made.run.register(model=made.model, optimizer=made.optimizer)
+    ends = []
+    made.train(4, lambda step: ends.append(step.ends_epoch))
+    assert ends == [False, True, False, True]
+
+
+def test_streams_without_a_sample(tmp_path: Path) -> None:
+    class Empty(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([])
+
+    with pytest.raises(ConfigError, match="the data has no step in epoch 0: it is empty"):
+        Streamed(tmp_path, Empty()).train(1)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +338,9 @@ class Stream(IterableDataset[Any]):
         (DATA, {"global_batch_size": {1: 8}, "micro_batch_size": 2}, "expected a size from epoch 0 on"),
         (DATA, {"global_batch_size": 8}, "without a batch size"),
         (DataLoader(DATA, 2), {"global_batch_size": 8, "micro_batch_size": 4}, r"DataLoader\(batch_size=2\)"),
-        (Stream(), {"global_batch_size": 8, "micro_batch_size": 4}, "the data is a Stream: expected a data set"),
+        (iter([1]), {"global_batch_size": 8, "micro_batch_size": 4}, "an iterator that can be read once"),
+        (Stream(), {**STREAMS, "global_batch_size": 6}, "6 is no multiple of micro_batch_size=2 x streams=2; .* as 8"),
+        (Stream(), {**STREAMS, "streams": 0}, "streams=0: expected a whole number of at least 1"),
         (DATA, {"global_batch_size": 8, "micro_batch_size": 4, "seed": 1.5}, "seed=1.5"),
         (DATA, {"global_batch_size": 8, "micro_batch_size": 4, "checkpoints": "s3://x"}, "s3://x"),
     ],

@@ -1,23 +1,25 @@
 """A worker that trains by a loop of its own, or the process that does so alone: ``FOLDER NAME``.
 
+The name begins with one of `KINDS`: the difference to a plain loop, such as data in streams.
 ``history.json`` in the folder has the deaths: for each the rank (-1: all), the step from which on it is due, and the
 point of the engine or of the body. A worker writes what its training has at the end.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import unicron_lightning as unicron
 
@@ -40,6 +42,25 @@ class Numbers(Dataset[Any]):
         generator = torch.Generator().manual_seed(index)
         noise = torch.randn(1)  # an augmentation
         return index, torch.randn(4, generator=generator) + 0.1 * noise, torch.randn(1, generator=generator)
+
+
+class Stream(IterableDataset[Any]):
+    """Samples with their numbers in three streams of different lengths, in an order of the epoch."""
+
+    epoch = 0
+    ENDS: Final = (0, 36, 68, 90)
+    """Streams of 9, 8 and 6 batches of four samples, the last one of two."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = int(os.environ["RANK"])
+        assert os.environ["WORLD_SIZE"] == "3", "of streams"
+        first, end = self.ENDS[rank : rank + 2]
+        samples = Numbers()
+        for number in torch.randperm(end - first, generator=torch.Generator().manual_seed(self.epoch)).tolist():
+            yield samples[first + number]
 
 
 class Net(nn.Module):
@@ -107,55 +128,116 @@ class Deaths:
         return list(self._folder.glob("died-*"))
 
 
+KINDS: Final = {
+    "plain": 4,
+    "stream": 5,
+    "gan": 4,
+    "compiled": 4,
+    "scaler": 4,
+    "schedule": 6,
+    "loops": 4,
+}
+"""With the steps of an epoch on average."""
+BREAK: Final = 6
+"""Step at whose end the first one of two loops ends."""
+SCHEDULE: Final = {0: 24, 2: 12}
+HALVED: Final = 6
+"""Step whose gradients overflow, with a scaler."""
+
+
+class _Rival:
+    """A second model with an optimizer of its own, which a second call of a step's `run` trains."""
+
+    def __init__(self, run: unicron.Run) -> None:
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01, eps=1e-3)
+        run.register(rival=self.net, rivals=self.optimizer)
+
+    def train(self, step: Any, net: Net) -> dict[str, Any]:
+        """Train it against the other one; return the mean loss."""
+        found = step.run(lambda batch: (self.net(batch[1]) - net.layers[3].weight.detach().sum()).square().mean())
+        assert net.uses.grad is None
+        self.optimizer.step()
+        return {"rival": found}
+
+
+class Training:
+    """A loop's models and optimizers.
+
+    Args:
+        run: of the loop.
+        kind: one of `KINDS`.
+    """
+
+    def __init__(self, run: unicron.Run, kind: str) -> None:
+        self.net = net = Net()
+        self.kind, self._average = kind, AveragedModel(net)
+        # rounding shows no more than in the gradients
+        self._optimizer = torch.optim.AdamW(net.layers.parameters(), lr=0.01, eps=1e-3)
+        self._counter = torch.optim.SGD([net.uses], lr=1.0)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self._optimizer, 3, 0.5)
+        self._used = torch.compile(net, backend="aot_eager") if kind == "compiled" else net
+        run.register(average=self._average, optimizer=self._optimizer, counter=self._counter, schedule=self.schedule)
+        run.register(net=self._used)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=kind == "scaler")
+        if kind == "scaler":
+            run.register(scaler=self.scaler)
+        self._rival = _Rival(run) if kind == "gan" else None
+
+    def loss(self, batch: Any) -> Any:
+        """Return the loss, and another value."""
+        return {"loss": self._used(batch), "largest": batch[1].max()}
+
+    def update(self, step: Any) -> dict[str, Any]:
+        """Step the optimizers; return further values."""
+        if self.kind == "scaler" and step.number == HALVED:
+            self.net.layers[0].weight.grad.fill_(torch.inf)
+        self.scaler.unscale_(self._optimizer)
+        nn.utils.clip_grad_norm_(self.net.layers.parameters(), 1.0)
+        self.scaler.step(self._optimizer)
+        self.scaler.step(self._counter)
+        self.scaler.update()
+        found = {} if self._rival is None else self._rival.train(step, self.net)
+        self.schedule.step()
+        self._average.update_parameters(self.net)
+        return found
+
+
+def _options(kind: str) -> dict[str, Any]:
+    """Return a run's options."""
+    found: dict[str, Any] = {"micro_batch_size": 4, "seed": 3, "digest_every": 2, "streams": 3}
+    found["global_batch_size"] = SCHEDULE if kind == "schedule" else 24
+    found |= {"beside": {"beside": True, "keep": 2}, "memory": {"memory_every_n_steps": 2}}.get(kind, {})
+    return found
+
+
 def main(folder: Path, name: str) -> None:
     """Train, and write the result."""
+    kind = name.partition("-")[0]
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
-    out = folder / "alone" if name == "alone" else folder
+    out = folder / "alone" if name.endswith("-alone") else folder
     out.mkdir(exist_ok=True)
-    run = unicron.Run(
-        Numbers(), micro_batch_size=4, global_batch_size=24, seed=3, checkpoints=out / "checkpoints", digest_every=2
-    )
-    deaths = Deaths(folder, run)
-    net = Net()
-    average = AveragedModel(net)
-    optimizer = torch.optim.AdamW(
-        net.layers.parameters(), lr=0.01, eps=1e-3
-    )  # rounding shows no more than in the gradients
-    counter = torch.optim.SGD([net.uses], lr=1.0)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    run.register(net=net, average=average, optimizer=optimizer, counter=counter, schedule=schedule)
-    losses: dict[int, Any] = {}
-    evaluated: dict[int, Any] = {}
-
-    def loss_of(batch: Any) -> Any:
-        loss = net(batch)
-        return {"loss": loss, "largest": batch[1].max()}
-
-    for step in run.steps(max_epochs=EPOCHS):
+    data: Any = DataLoader(Stream(), batch_size=4) if kind == "stream" else Numbers()
+    run = unicron.Run(data, checkpoints=out / "checkpoints", **_options(kind))
+    deaths, training = Deaths(folder, run), Training(run, kind)
+    result: dict[str, Any] = {"losses": {}, "evaluated": {}}
+    loops = [run.steps(BREAK), run.steps(max_epochs=EPOCHS)] if kind == "loops" else [run.steps(max_epochs=EPOCHS)]
+    for step in itertools.chain.from_iterable(loops):
         deaths.wait()
-        found = step.run(loss_of)
+        found = step.run(training.loss)
         deaths.at("body")
-        nn.utils.clip_grad_norm_(net.layers.parameters(), 1.0)
-        optimizer.step()
-        counter.step()
-        schedule.step()
-        average.update_parameters(net)
-        losses[step.number] = {name: float(value) for name, value in found.items()}
+        found |= training.update(step)
+        result["losses"][step.number] = {name: float(value) for name, value in found.items()}
         step.log(**found)
-        if step.number == SAVED:
+        if step.number == SAVED or (kind == "beside" and step.number > SAVED):
             run.save()
         if step.ends_epoch:
-            evaluated[step.number] = float(run.evaluate(Numbers(), net, batch_size=5))
-    state = {key: value.clone() for key, value in run.registered.module.state_dict().items()}
-    result = {
-        "state": state,
-        "losses": losses,
-        "evaluated": evaluated,
-        "step": run.global_step,
-        "rate": schedule.get_last_lr(),
-    }
+            held_out = DataLoader(Stream(), batch_size=5) if kind == "stream" else Numbers()
+            result["evaluated"][step.number] = float(run.evaluate(held_out, training.net, batch_size=5))
+    result["state"] = {key: value.clone() for key, value in run.registered.module.state_dict().items()}
+    result |= {"step": run.global_step, "rate": training.schedule.get_last_lr(), "scale": training.scaler.get_scale()}
     result["random"] = torch.rand(1)
-    path = out / ("result.pt" if name == "alone" else f"result-{os.environ['RANK']}-{os.getpid()}.pt")
+    path = out / ("result.pt" if out != folder else f"result-{os.environ['RANK']}-{os.getpid()}.pt")
     torch.save(result, path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)

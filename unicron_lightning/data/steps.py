@@ -9,6 +9,7 @@ or a peer's state) restores the data position. An evaluation counts its global b
 from __future__ import annotations
 
 import math
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,11 @@ from unicron_lightning.data.fetch import Fetcher, MakeFetcher
 from unicron_lightning.data.loader import GlobalBatch, InPlace, TrainedInPlace
 from unicron_lightning.data.order import DataOrder, EpochOrder, MicroBatchId, StepShape
 from unicron_lightning.data.streams import Streams
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.agreement import digest
+from unicron_lightning.worker.codec import unpack_parts
+from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.operations import Agreement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,13 @@ class Steps(ABC):
                 break
             yield batch
         self.end()
+
+    @abstractmethod
+    def is_last(self, batch: GlobalBatch) -> bool:
+        """Whether no step follows in the epoch; of streams known when the step is committed."""
+
+    def left_out(self, batch: GlobalBatch) -> None:  # noqa: B027
+        """Learn, on all ranks, that a step is over without a commit."""
 
     @abstractmethod
     def length(self) -> int | None:
@@ -142,6 +155,9 @@ class IndexedSteps(Steps):
         self.end()
         yield from super().epoch()
         self._pace.ended()
+
+    def is_last(self, batch: GlobalBatch) -> bool:
+        return batch.step + 1 == self.number(batch.epoch)
 
     def samples(self, step: int) -> list[list[Any]]:
         """Return the data set indices of the micro-batches of a step of the first epoch."""
@@ -240,7 +256,6 @@ class StreamSteps(Steps):
         return self._limit(self._pace.position()[0]) if self._iterates else None
 
     def is_last(self, batch: GlobalBatch) -> bool:
-        """Whether no step follows in the epoch; known when the step is committed."""
         return not self._ends.places(batch.step + 1, self.shape.of(batch.epoch))
 
     def first(self) -> Any:
@@ -250,7 +265,11 @@ class StreamSteps(Steps):
             ConfigError: it does not.
         """
         self._checked = True
-        return self._streams.check()
+        with self._reading():
+            return self._streams.check()
+
+    def left_out(self, batch: GlobalBatch) -> None:
+        self._search(batch.epoch, batch.step + 1)
 
     def end(self) -> None:
         self._streams.end_epoch()
@@ -263,8 +282,7 @@ class StreamSteps(Steps):
 
     def _at(self, epoch: int, step: int) -> GlobalBatch | None:
         if not self._checked:  # workers that are not compared
-            with self._reading():
-                self.first()
+            self.first()
         limit = self._limit(epoch)
         if limit is not None and step >= limit:
             return None
@@ -278,16 +296,19 @@ class StreamSteps(Steps):
 
         An epoch, or a part of it that is resumed, begins with a search for streams that end within the step.
         """
+        if epoch != self._ends.epoch:
+            self._ends.begin(epoch, {})
+            self._search(epoch, step)
+
+    def _search(self, epoch: int, step: int) -> None:
+        """Make known which streams end within a step."""
         ends = self._ends
-        if epoch == ends.epoch:
-            return
-        ends.begin(epoch, {})
 
         def look() -> dict[int, int]:
             self._look(epoch, step, self._pace.share(range(self.shape.devices)))
             return ends.found
 
-        ends.begin(epoch, self._agree(look))
+        ends.begin(epoch, {**ends.known, **self._agree(look)})
 
     def _batch(self, epoch: int, step: int) -> GlobalBatch:
         shape, streams = self.shape.of(epoch), self._streams
@@ -510,3 +531,29 @@ def most_of(limit: int | float, length: int | None, shape: StepShape) -> float:
     if isinstance(limit, int):
         return min(limit, known)
     return known if length is None else min(length, int(shape.steps(length) * limit) * shape.accumulation)
+
+
+def agree_on_ends(engine: Engine, look: Callable[[], dict[int, int]]) -> dict[int, int]:
+    """Return the ends that any rank has found by a look into its streams."""
+    parts = engine.run(Agreement("ends of streams", lambda rank: codec.encode(look())))
+    return {stream: end for part in unpack_parts(parts) for stream, end in codec.decode(part).items()}
+
+
+def describe_order(steps: Steps) -> str:
+    """Describe the order of training data, by the first step and a later one that is equal on all workers; of a
+    stream, by its first batch.
+    """
+    if isinstance(steps, StreamSteps):
+        return f"digest of the first batch {digest([_content(steps.first())])}"
+    assert isinstance(steps, IndexedSteps)
+    number = steps.number(0)
+    later = random.Random(number).randrange(number) if number else 0
+    orders = [(step, steps.samples(step)) for step in dict.fromkeys((0, later)) if step < number]
+    return f"digest of the samples of steps {[step for step, _ in orders]} {digest(orders)}"
+
+
+def _content(batch: Any) -> object:
+    try:
+        return codec.encode(batch)
+    except codec.NotPlainData:
+        return batch

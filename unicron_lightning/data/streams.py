@@ -22,7 +22,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -52,6 +52,21 @@ STATE_STEPS = 50
 _ANOTHER: Final = "another batch follows after load_state_dict"
 SeenAs = Callable[[int], AbstractContextManager[None]]
 """A context in which this process has the rank of a device of the declared world."""
+
+
+@contextmanager
+def as_rank(rank: int, size: int) -> Iterator[None]:
+    """Inside, the variables of torchrun have another rank and world, also for processes that are started there."""
+    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{size}")
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class StreamChanged(UnicronError):
@@ -515,7 +530,7 @@ class Streams:
             return
         first = self.opener.parts(self._first_batch)
         for name, part in self.opener.parts(batch).items():
-            size, wanted = _size(part), _size(first.get(name))
+            size, wanted = size_of(part), size_of(first.get(name))
             if wanted is not None and size != wanted:
                 raise ConfigError(
                     f"{name}: batch {number} of stream {stream} has {size} samples, the first batch has "
@@ -558,7 +573,7 @@ def _plain(states: Mapping[int, StreamState]) -> dict[int, tuple[int, bytes, str
     return {stream: (state.number, state.data, state.digest) for stream, state in states.items()}
 
 
-def _size(batch: Any) -> int | None:
+def size_of(batch: Any) -> int | None:
     """Return the size of a batch's first tensor along its first dimension; None without one."""
     tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
     return next((len(tensor) for tensor in tensors), None)

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from unicron_lightning.data.fetch import Fetcher
-from unicron_lightning.data.order import DataOrder, StepShape
-from unicron_lightning.data.passes import IndexedBatches
+from unicron_lightning.data.passes import IndexedBatches, PassBatches
 from unicron_lightning.data.seeding import RandomPurpose, seeded
+from unicron_lightning.data.streams import size_of
 from unicron_lightning.loop.loop_steps import scalar
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
@@ -29,12 +27,12 @@ _VALUE = "value"
 
 
 class LoopEvaluation:
-    """A pass over data with an index.
+    """A pass over data.
 
     Args:
         engine: of this worker.
         module: its models, which leave the pass as they were.
-        loader: yields the batches.
+        batches: of the data.
         function: given a batch, returns a scalar or a mapping of scalars.
         place: seed, data epoch and number of the pass, for random state.
     """
@@ -43,14 +41,12 @@ class LoopEvaluation:
         self,
         engine: Engine,
         module: nn.Module,
-        loader: DataLoader[Any],
+        batches: PassBatches,
         function: Callable[[Any], Any],
         place: tuple[int, int, int],
     ) -> None:
         seed, epoch, number = place
-        order = DataOrder(loader, StepShape(devices=1, accumulation=1), seed)
-        self._engine, self._module, self._function = engine, module, function
-        self._batches = IndexedBatches(order, partial(Fetcher, loader, order, seed))
+        self._engine, self._module, self._batches, self._function = engine, module, batches, function
         self._batches.begin(epoch, math.inf)
         self._place = (seed, RandomPurpose.EVALUATION, epoch, number)
         self._finished: set[int] = set()
@@ -68,7 +64,8 @@ class LoopEvaluation:
                 parts = [encode_values(self._values)]
         self._batches.close()
         found = {number: values for part in parts for number, values in codec.decode(part).items()}
-        assert len(found) == self._batches.number, "each batch counts once"
+        if isinstance(self._batches, IndexedBatches):
+            assert len(found) == self._batches.number, "each batch counts once"
         return _means([found[number] for number in sorted(found)])
 
     def _operation(self) -> Evaluation[Any]:
@@ -89,7 +86,8 @@ class LoopEvaluation:
         finally:
             self._buffers.undo()
         if counts:
-            self._values[number] = [len(self._batches.indices(number)), values]
+            indices = self._batches.indices(number)
+            self._values[number] = [(size_of(samples) or 1) if indices is None else len(indices), values]
             self._finished.add(number)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.seeding import RandomPurpose, place_seed, preserved, seed_all
+from unicron_lightning.data.steps import Steps
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.loop.registered import RegisteredObjects
 from unicron_lightning.worker.agreement import NO_DIGEST, StateDigest, part_of
@@ -38,22 +39,27 @@ class LoopStep:
         steps: runs it.
         batch: locates the samples.
         number: of the step.
-        ends_epoch: whether it is the last one of its data epoch.
+        data: has the step.
 
     Attributes:
         number: of this step in the run, from 1: ``run.global_step`` after it.
         epoch: of the data, from 0.
-        ends_epoch: as above.
     """
 
-    def __init__(self, steps: LoopSteps, batch: GlobalBatch, number: int, *, ends_epoch: bool) -> None:
+    def __init__(self, steps: LoopSteps, batch: GlobalBatch, number: int, data: Steps) -> None:
         self.number = number
         self.epoch = batch.epoch
-        self.ends_epoch = ends_epoch
+        self._data = data
+        self._ends_epoch: bool | None = None
         self._steps: LoopSteps | None = steps
         self._batch = batch
         self._calls = 0
         self._logged: dict[str, float] = {}
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether this is the last step of its data epoch; of streams it is known once `run` has returned."""
+        return self._data.is_last(self._batch) if self._ends_epoch is None else self._ends_epoch
 
     def run(self, function: Callable[[Any], Any]) -> Any:
         """Run forward and backward of all micro-batches of the step, over all ranks and through failures.
@@ -101,6 +107,13 @@ class LoopStep:
         if steps.run_of.engine.control is not None:
             steps.run_of.engine.control.progress(steps.run_of.engine.step, self._logged, self._batch.num_samples())
 
+    def finish(self) -> None:
+        """End the step, of which all ranks have left the body."""
+        if not self._calls:
+            self._data.left_out(self._batch)
+        self._ends_epoch = self.ends_epoch
+        self.end()
+
     def end(self) -> None:
         """End the step's validity."""
         self._steps = None
@@ -126,7 +139,7 @@ class LoopSteps:
 
     def __init__(self, run: Run, bucket_bytes: int, *, overlap: bool) -> None:
         self.run_of = run
-        self.layouts: list[SumsLayout] = []
+        self.layouts = [SumsLayout()]
         self._options = bucket_bytes, overlap
         self._gradients: GradientBuckets | None = None
         self._effects: Effects | None = None
@@ -140,8 +153,7 @@ class LoopSteps:
         """Run a step's micro-batches; see `LoopStep.run`."""
         run, engine = self.run_of, self.run_of.engine
         run.check_whole()
-        while len(self.layouts) <= call:
-            self.layouts.append(SumsLayout())
+        self._lay_out(call + 1)
         operation = self._operation(batch, function, call)
         assert self._effects is not None
         with run.failing(), preserved():
@@ -165,7 +177,8 @@ class LoopSteps:
         effects.begin(batch.micro_batches[0], layout, anew=False)
         sums = StepSums(layout, effects.norms, effects.buffers, gradients)
         calls = FunctionCalls(self.run_of, batch, function, sums.add, effects, gradients, call)
-        return GradientStep(batch.micro_batches, gradients, sums, calls.run, digest=self._digest(call))
+        digest, whole = self._digest(call), batch.in_full_step
+        return GradientStep(batch.micro_batches, gradients, sums, calls.run, digest=digest, in_full_step=whole)
 
     def _begin_effects(self) -> Effects:
         if self._effects is None:
@@ -193,6 +206,16 @@ class LoopSteps:
         if self._gradients is not None:
             self._gradients.close()
         self._gradients = self._effects = None
+
+    def load_layouts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take the states of `layouts`; the data keep the first one."""
+        self._lay_out(len(states))
+        for layout, state in zip(self.layouts, states, strict=False):
+            layout.load_state(state)
+
+    def _lay_out(self, calls: int) -> None:
+        while len(self.layouts) < calls:
+            self.layouts.append(SumsLayout())
 
     def _digest(self, call: int) -> StateDigest:
         run, registered = self.run_of, self._registered
@@ -249,7 +272,7 @@ class FunctionCalls:
     ) -> None:
         self._run_of, self._batch, self._function = run, batch, function
         self._take, self._effects, self._gradients = take, effects, gradients
-        self._place = partial(_place, batch, call)
+        self._call, self._place = call, partial(_place, batch, call)
         self._scaler = run.registered.scaler
         if self._scaler is not None:
             self._scaler.scale(torch.zeros((), device=run.device))  # creates its state even without a share
@@ -273,6 +296,8 @@ class FunctionCalls:
         if counts:
             self._take(loss, calls)
         effects.finish_micro_batch(micro_batch if counts else UNCOUNTED)
+        if counts and not self._call:  # it reads ahead in streams, whose ends are part of this call's commit
+            self._batch.finished(micro_batch)
 
 
 def _place(batch: GlobalBatch, call: int, micro_batch: int) -> tuple[int, ...]:

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
-
 from unicron_lightning.checkpoints.saving import WriteFile
+from unicron_lightning.data.passes import PassBatches
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.loop.evaluation import LoopEvaluation
 from unicron_lightning.loop.loop_steps import LoopSteps
@@ -84,10 +83,10 @@ class WholeModels:
         return [micro_batches[number] for number in shares_of(range(len(micro_batches)), world.size)[world.rank]]
 
     def evaluation(
-        self, loader: DataLoader[Any], function: Callable[[Any], Any], place: tuple[int, int, int]
+        self, batches: PassBatches, function: Callable[[Any], Any], place: tuple[int, int, int]
     ) -> LoopEvaluation:
         """Return a pass over data; the arguments are those of `LoopEvaluation`."""
-        return LoopEvaluation(self._run.engine, self.registered.module, loader, function, place)
+        return LoopEvaluation(self._run.engine, self.registered.module, batches, function, place)
 
     def at_boundary(self) -> None:
         """Act between two steps, after a possible change of worlds."""

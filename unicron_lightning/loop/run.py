@@ -12,33 +12,29 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.checkpoints.files import leave_record, located
 from unicron_lightning.checkpoints.reported import ReportedCheckpoints, newest, write_file
-from unicron_lightning.data.fetch import Fetcher
-from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import random_states, restore_random_states
-from unicron_lightning.data.steps import IndexedSteps, StepPace
+from unicron_lightning.data.steps import IndexedSteps, StepPace, Steps, describe_order
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.loop.feeding import batches_of, is_stream, loader_of, steps_of
 from unicron_lightning.loop.loop_steps import LoopStep
 from unicron_lightning.loop.models import WholeModels
 from unicron_lightning.loop.registered import RESERVED
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.agreement import digest
 from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.comparison import Comparison, Divergence, OnDivergence
 from unicron_lightning.worker.control.thread import terminable
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement, Join, Parting, agree_to_stop, takes_stop
 from unicron_lightning.worker.reporting import report_error
-from unicron_lightning.worker.sums import SumsLayout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,12 +50,17 @@ class Run:
     """This worker's part in a task, under ``torchrun --rdzv-backend unicron``; in one process it needs no torchrun.
 
     Args:
-        data: a map-style data set, or a `DataLoader` over one, whose sampler, workers and collate function are used.
+        data: a data set, or a `DataLoader` over one, whose sampler, workers and collate function are used; or another
+            iterable of batches.
         global_batch_size: samples of an optimizer step over all ranks, whatever their number; or a mapping of data
             epochs to the sizes from each on, the first one 0.
         micro_batch_size: samples of a forward and backward; of a `DataLoader`, its own batch size by default.
         seed: of order and random state; None: the first rank's `torch.initial_seed`.
-        shuffle: whether a data set's order is another one in each data epoch; a `DataLoader` has its own sampler.
+        shuffle: whether a data set's order is another one in each data epoch; a `DataLoader` has its own sampler, and
+            an iterable data set its own order.
+        streams: of iterable data, each read by one worker if there are as many: while the data set is iterated, RANK
+            and WORLD_SIZE are number and count of its streams, by which it divides itself. With 1 each worker reads
+            all of it.
         device: of the models; None: the GPU of the local rank, or the CPU.
         checkpoints: folder of `save` and of pauses, which all workers see.
         compare: workers compare their settings when the task begins and at each join.
@@ -90,6 +91,7 @@ class Run:
         micro_batch_size: int | None = None,
         seed: int | None = None,
         shuffle: bool = True,
+        streams: int = 1,
         device: torch.device | str | None = None,
         checkpoints: str | os.PathLike[str] = "checkpoints",
         compare: bool = True,
@@ -99,10 +101,16 @@ class Run:
         overlap: bool = True,
         shard_size: int | None = None,
     ) -> None:
-        self._loader = _loader(data, micro_batch_size, shuffle=shuffle)
-        self._shape = _shape(global_batch_size, micro_batch_size or self._loader.batch_size)
+        _check_number("the batch size", micro_batch_size, least=1)
+        _check_number("streams", streams, least=1)
+        self._loader = loader_of(data, micro_batch_size, streams, shuffle=shuffle)
+        rounds = streams if is_stream(self._loader.dataset) else 1
+        self._shape = _shape(global_batch_size, micro_batch_size or self._loader.batch_size, rounds)
+        self._streams = streams
         _check_number("seed", seed, least=0)
         _check_number("shard_size", shard_size, least=1)
+        if shard_size is not None and is_stream(self._loader.dataset):
+            raise ConfigError(f"iterable data with shard_size={shard_size}: expected a data set with an index")
         if bucket_mib <= 0:
             raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
         if "://" in str(checkpoints):
@@ -122,7 +130,7 @@ class Run:
         self._comparison = Comparison(self, active=compare)
         self._reported = ReportedCheckpoints()
         self._steps = self._models.steps(int(bucket_mib * _MIB), overlap=overlap)
-        self._data: IndexedSteps | None = None
+        self._data: Steps | None = None
         self._current: LoopStep | None = None
         self._begun = self._active = self._checked = self._parts = False
         self._error: BaseException | None = None
@@ -212,11 +220,12 @@ class Run:
         the same place, between steps or within a body.
 
         Args:
-            data: a map-style data set, or a `DataLoader` over one.
+            data: as of `Run`; of streams a batch counts by the first dimension of its first tensor.
             function: given a batch, returns a scalar, the mean of its samples, or a mapping of such.
             batch_size: of a data set.
         """
-        loader = _loader(data, batch_size, shuffle=False)
+        _check_number("the batch size", batch_size, least=1)
+        loader = loader_of(data, batch_size, self._streams, shuffle=False)
         self.check_whole()
         self._passes += 1
         self._passes_between += not self._active
@@ -224,7 +233,8 @@ class Run:
             return known
         place = (self.seed, self.current_epoch, self._passes)
         with self.failing():
-            means = self._models.evaluation(loader, function, place).means()
+            batches = batches_of(self.engine, loader, self._streams, self.seed)
+            means = self._models.evaluation(batches, function, place).means()
         self.engine.activity.enter("hooks")
         if not self._active:
             self._session.record_means(self._passes_between, means)
@@ -278,27 +288,28 @@ class Run:
         """Yield the steps up to a limit."""
         assert self._data is not None
         while not reached():
-            if not self._data.number(self.current_epoch):
-                raise ConfigError(f"the data has no step in epoch {self.current_epoch}: it is empty")
+            is_empty = True
             for batch in self._data.epoch():
-                last = batch.step + 1 == self._data.number(batch.epoch)
-                self._current = LoopStep(self._steps, batch, self.global_step + 1, ends_epoch=last)
-                yield self._current
-                self._finish(ends_epoch=last)
+                is_empty = False
+                self._current = step = LoopStep(self._steps, batch, self.global_step + 1, self._data)
+                yield step
+                self._finish(step)
                 if reached() or self._stops():
                     return
-                if last:
+                if step.ends_epoch:
                     break
+            if is_empty:
+                raise ConfigError(f"the data has no step in epoch {self.current_epoch}: it is empty")
 
-    def _finish(self, *, ends_epoch: bool) -> None:
+    def _finish(self, step: LoopStep) -> None:
         """Count the step whose body has ended, and write its checkpoint if one is due."""
-        assert self._current is not None
         self.check_whole()
-        self._current.end()
+        with self.failing():
+            step.finish()
         self._current = None
         self.global_step += 1
-        self.current_epoch += ends_epoch
-        self._step_in_epoch = 0 if ends_epoch else self._step_in_epoch + 1
+        self.current_epoch += step.ends_epoch
+        self._step_in_epoch = 0 if step.ends_epoch else self._step_in_epoch + 1
         if self._pending is not None:
             path, self._pending = self._pending, None
             self._write(path)
@@ -390,13 +401,13 @@ class Run:
         self.divergence.expect(joined=True)
 
     def _open_data(self) -> None:
-        order = DataOrder(self._loader, self._shape, self.seed)
         pace = StepPace(
             position=lambda: (self.current_epoch, self._step_in_epoch),
             share=self._models.share,
             boundary=self._boundary,
         )
-        self._data = IndexedSteps(order, partial(Fetcher, self._loader, order, self.seed), pace)
+        ends = self._steps.layouts[0].streams
+        self._data = steps_of(self.engine, self._loader, self._shape, self.seed, pace, ends)
 
     # ---- between two steps
 
@@ -422,13 +433,13 @@ class Run:
         engine.activity.enter("hooks")
 
     def _describe_data(self) -> dict[str, str]:
-        assert self._data is not None
-        steps = self._data.number(0)
-        orders = [(step, self._data.samples(step)) for step in dict.fromkeys((0, steps // 2)) if step < steps]
-        rounds = f", with a schedule of rounds {dict(self._shape.schedule)}" if self._shape.schedule else ""
+        data, shape = self._data, self._shape
+        assert data is not None
+        number = f"{data.number(0)} steps" if isinstance(data, IndexedSteps) else f"{shape.devices} streams, in steps"
+        rounds = f", with a schedule of rounds {dict(shape.schedule)}" if shape.schedule else ""
         return {
-            "data length": f"{steps} steps of {self._shape.micro_batches} micro-batches an epoch{rounds}",
-            "data order": f"digest of the samples of steps {[step for step, _ in orders]} {digest(orders)}",
+            "data length": f"{number} of {shape.micro_batches} micro-batches an epoch{rounds}",
+            "data order": describe_order(data),
         }
 
     def _part(self) -> None:
@@ -460,9 +471,7 @@ class Run:
     def _take(self, models: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         self.registered.load(models, state)
         self.global_step, self.current_epoch, self._step_in_epoch, self._passes = state["position"]
-        self._steps.layouts = [SumsLayout() for _ in state["layouts"]]
-        for layout, found in zip(self._steps.layouts, state["layouts"], strict=True):
-            layout.load_state(found)
+        self._steps.load_layouts(state["layouts"])
         restore_random_states(state["random"])
 
     def _write(self, path: str) -> None:
@@ -532,52 +541,30 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
-def _loader(data: Any, batch_size: int | None, *, shuffle: bool) -> DataLoader[Any]:
-    """Return data as a loader.
-
-    Raises:
-        ConfigError: it cannot be read by index, or the batch size is missing or contradicts the loader's.
-    """
-    _check_number("the batch size", batch_size, least=1)
-    dataset = data.dataset if isinstance(data, DataLoader) else data
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise ConfigError(
-            f"the data is a {type(dataset).__qualname__}: expected a data set with __getitem__ and __len__, or a "
-            "DataLoader over one; micro-batches are read by number, so that those of a lost rank can be read again"
-        )
-    if not isinstance(data, DataLoader):
-        if batch_size is None:
-            raise ConfigError(
-                f"the data is a {type(data).__qualname__} without a batch size: give one, or give a DataLoader"
-            )
-        return DataLoader(data, batch_size=batch_size, shuffle=shuffle)
-    if batch_size is not None and data.batch_size not in (None, batch_size):
-        raise ConfigError(f"a batch size of {batch_size}, but DataLoader(batch_size={data.batch_size}): leave one out")
-    return data
-
-
-def _shape(global_batch_size: int | Mapping[int, int], micro_batch_size: int | None) -> StepShape:
-    """Return the composition of steps: rounds of one micro-batch each.
+def _shape(global_batch_size: int | Mapping[int, int], micro_batch_size: int | None, streams: int) -> StepShape:
+    """Return the composition of steps: rounds of one micro-batch of each stream; data with an index is one.
 
     Raises:
         ConfigError: a size is no number, or does not divide.
     """
     if micro_batch_size is None:
-        raise ConfigError("the DataLoader has a batch sampler of its own: give micro_batch_size, the usual size")
+        raise ConfigError("the data has batches of its own: give micro_batch_size, their usual size")
+    round_size = micro_batch_size * streams
     sizes = dict(global_batch_size) if isinstance(global_batch_size, Mapping) else {0: global_batch_size}
     if 0 not in sizes:
         raise ConfigError(f"global_batch_size={sizes}: expected a size from epoch 0 on")
     for epoch, size in sizes.items():
         _check_number("an epoch of global_batch_size", epoch, least=0)
         _check_number("global_batch_size", size, least=1)
-        if size % micro_batch_size:
+        if size % round_size:
+            each = f"micro_batch_size={micro_batch_size}" + (f" x streams={streams}" if streams > 1 else "")
             raise ConfigError(
-                f"global_batch_size={size} is no multiple of micro_batch_size={micro_batch_size}; expected one, such "
-                f"as {-(-size // micro_batch_size) * micro_batch_size}"
+                f"global_batch_size={size} is no multiple of {each}; expected one, such as "
+                f"{-(-size // round_size) * round_size}"
             )
-    rounds = tuple(sorted((epoch, size // micro_batch_size) for epoch, size in sizes.items()))
+    rounds = tuple(sorted((epoch, size // round_size) for epoch, size in sizes.items()))
     most = max(number for _, number in rounds)
-    return StepShape(devices=1, accumulation=most, schedule=rounds if len(rounds) > 1 else ())
+    return StepShape(devices=streams, accumulation=most, schedule=rounds if len(rounds) > 1 else ())
 
 
 def _check_number(name: str, value: Any, *, least: int) -> None:

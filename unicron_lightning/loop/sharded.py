@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from unicron_lightning import environ
 from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.data.passes import IndexedBatches, PassBatches
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.accelerator import accelerator_for
 from unicron_lightning.fsdp.checks import check_sharded_optimizer
@@ -151,7 +151,7 @@ class ShardedModels(WholeModels):
 
     @override
     def evaluation(
-        self, loader: DataLoader[Any], function: Callable[[Any], Any], place: tuple[int, int, int]
+        self, batches: PassBatches, function: Callable[[Any], Any], place: tuple[int, int, int]
     ) -> LoopEvaluation:
         if not self._run.engine.has_state:
             raise FitPassed(
@@ -165,7 +165,9 @@ class ShardedModels(WholeModels):
                     f"run.evaluate() between step.run() and the step of the optimizer {name!r}, with shard_size: "
                     "expected it after the optimizer's step, or after zero_grad() if there is none"
                 )
-        return ShardedLoopEvaluation(self, self._run.engine, self.registered.module, loader, function, place)
+        if not isinstance(batches, IndexedBatches):
+            raise ConfigError("run.evaluate() of iterable data with shard_size: expected a data set with an index")
+        return ShardedLoopEvaluation(self, batches, self._run.engine, self.registered.module, batches, function, place)
 
     @override
     def at_boundary(self) -> None:
@@ -376,12 +378,13 @@ class ShardedLoopEvaluation(LoopEvaluation):
 
     Args:
         models: of the run.
+        batches: of the data.
         given: as of `LoopEvaluation`.
     """
 
-    def __init__(self, models: ShardedModels, *given: Any) -> None:
+    def __init__(self, models: ShardedModels, batches: IndexedBatches, *given: Any) -> None:
         super().__init__(*given)
-        self._models = models
+        self._models, self._indexed = models, batches
 
     @override
     def means(self) -> Any:
@@ -391,7 +394,7 @@ class ShardedLoopEvaluation(LoopEvaluation):
     @override
     def _operation(self) -> ReplicaEvaluation:
         size, device = self._models.holder.part.size, self._models.shard.device
-        batches = range(number_of_rows(range(self._batches.number), size) * size)
+        batches = range(number_of_rows(range(self._indexed.number), size) * size)
         fabric = self._models.holder.fabric
         return ReplicaEvaluation(
             batches, lambda row: 0, fabric, device, self._call, self._results, tells=True, width=size
@@ -400,7 +403,7 @@ class ShardedLoopEvaluation(LoopEvaluation):
     def _call(self, rows: Sequence[int], _: int) -> None:
         """Run some rows forward, together with the partners."""
         own = [self._own(row) for row in rows]
-        self._batches.expect(own)
+        self._indexed.expect(own)
         for number, counts in own:
             self._run(number, counts=counts)
 
@@ -410,7 +413,7 @@ class ShardedLoopEvaluation(LoopEvaluation):
 
     def _own(self, row: int) -> tuple[int, bool]:
         """Return this worker's batch of a row, and whether it counts."""
-        part, number = self._models.holder.part, self._batches.number
+        part, number = self._models.holder.part, self._indexed.number
         batch = row * part.size + part.shard
         return min(batch, number - 1), batch < number
 
