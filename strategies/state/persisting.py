@@ -8,6 +8,7 @@ failure is a warning and an event, and leaves the version before it in place.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import logging
@@ -401,11 +402,13 @@ class LateCopies:
     """Makes the copies of one version at a time, by a thread while training continues, until their sources change.
 
     Parameters and states of optimizers change only in the optimizer's step. The training thread waits for the copies
-    before that, and not while it computes the gradients; torch copies without the interpreter's lock.
+    before that, and not while it computes the gradients; torch copies without the interpreter's lock. A GPU copies on a
+    stream beside those that compute.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
     def active(self) -> bool:
@@ -424,15 +427,25 @@ class LateCopies:
         """
         self.settle()
         versions = [source._version for source in sources]
+        streams = [self._beside(device) for device in {each.device for each in sources} if device.type == "cuda"]
 
         def run() -> None:
-            with torch.no_grad():
+            with torch.no_grad(), contextlib.ExitStack() as stack:
+                for stream in streams:
+                    stack.enter_context(torch.cuda.stream(stream))
+                    stack.callback(stream.synchronize)
                 copy()
             pairs = zip(versions, sources, strict=True)
             then([source for version, source in pairs if version != source._version])
 
         self._thread = threading.Thread(target=run, name="unicron-late-copies", daemon=True)
         self._thread.start()
+
+    def _beside(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream for copies, behind the work so far of the one that computes."""
+        stream = self._streams.get(device) or self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
 
     def settle(self) -> None:
         """Wait until the copies are made."""

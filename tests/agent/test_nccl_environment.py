@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from unicron_lightning.agent.handler import REFUSED, REQUIRED, settle
 
 
@@ -18,6 +20,27 @@ def test_a_contrary_value_is_replaced_and_named() -> None:
     assert second.startswith("TORCH_DISTRIBUTED_DEBUG=detail: set to INFO, since ")
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0" and environment["OTHER"] == "x"
     assert settle(environment) == [], "said once"
+
+
+def test_values_that_hinder_an_abort_are_removed_and_named() -> None:
+    refused = {name: value for name, (value, other, _) in REFUSED.items() if other is None}
+    environment = {**refused, "NCCL_CUMEM_ENABLE": "1"}
+    replaced = settle(environment)
+    assert [line.partition(": ")[0] for line in replaced] == [
+        "NCCL_COMM_BLOCKING=1",
+        "CUDA_LAUNCH_BLOCKING=1",
+        "TORCH_DIST_USE_NCCL2=1",
+    ]
+    assert not {"NCCL_COMM_BLOCKING", "CUDA_LAUNCH_BLOCKING", "TORCH_DIST_USE_NCCL2"} & environment.keys()
+    assert environment["NCCL_CUMEM_ENABLE"] == "1"
+    assert settle({"NCCL_CUMEM_ENABLE": "0"})[0].startswith("NCCL_CUMEM_ENABLE=0: removed, since ")
+
+
+@pytest.mark.parametrize(("given", "kept"), [("900", True), ("20", False), ("soon", False)])
+def test_a_users_longer_limit_is_kept(given: str, kept: bool) -> None:
+    environment = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": given}
+    assert bool(settle(environment)) != kept
+    assert environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == (given if kept else "60")
 
 
 def test_each_variable_has_a_reason() -> None:

@@ -12,7 +12,7 @@ from coordinator.severity.test_apply import joined
 
 from unicron_lightning import wire
 from unicron_lightning.agent import checks as watching
-from unicron_lightning.agent.checks import Gpus, HealthWatch, read_host
+from unicron_lightning.agent.checks import Gpus, HealthWatch, read_host, visible_devices
 from unicron_lightning.coordinator.severity.record import SEVERITY
 from unicron_lightning.detection.health import HealthLimits, problems
 
@@ -162,6 +162,7 @@ class Fake:
         values = {
             "nvmlDeviceGetCount": 1,
             "nvmlDeviceGetHandleByIndex": "h",
+            "nvmlDeviceGetUUID": "GPU-5a",
             "nvmlDeviceGetPciInfo": SimpleNamespace(busId=b"0000:3B:00.0"),
             "nvmlDeviceGetTotalEccErrors": self.ecc,
             "nvmlDeviceGetCurrentClocksThrottleReasons": self.reasons,
@@ -185,6 +186,27 @@ def test_nvml_is_read_as_of_the_agent_s_start() -> None:
     assert nvml.open == 0
 
 
+@pytest.mark.parametrize(
+    ("listed", "found"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("1", [1]),
+        ("2, 0", [2, 0]),
+        ("GPU-5b", [1]),
+        ("0,-1,2", [0]),
+        ("MIG-5b", [0, 1, 2]),
+        ("7", [0, 1, 2]),
+    ],
+)
+def test_devices_of_other_tasks_are_not_read(listed: str | None, found: list[int]) -> None:
+    assert visible_devices(listed, ["GPU-5a", "GPU-5b", "GPU-6"]) == found
+
+
+def test_an_agent_without_devices_reads_none() -> None:
+    assert Gpus(Fake(), "").read() == []
+
+
 def test_a_driver_that_does_not_answer_is_told_and_no_driver_is_none() -> None:
     nvml = Fake()
     nvml.nvmlInit = lambda: (_ for _ in ()).throw(NvmlError("Driver/library version mismatch"))  # type: ignore[method-assign]
@@ -197,6 +219,7 @@ def test_the_real_library_has_what_is_asked_of_it() -> None:
     nvml = pytest.importorskip("pynvml")
     used = [name for name in dir(Fake) if name.lower().startswith("nvml")]
     used += ["nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetPciInfo", "nvmlDeviceGetTotalEccErrors"]
+    used += ["nvmlDeviceGetUUID"]
     used += ["nvmlDeviceGetCurrentClocksThrottleReasons", "nvmlEventSetCreate", "nvmlDeviceRegisterEvents"]
     assert [name for name in used if not hasattr(nvml, name)] == []
 

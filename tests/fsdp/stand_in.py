@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from worker.nccl_stand_in import StandInLibrary
 
 from unicron_lightning.fsdp.accelerator import ShardAccelerator
 from unicron_lightning.replica.channels import AcceleratedGroups, PeerGroup, ProcessGroup
@@ -107,4 +108,6 @@ def make(store: dist.Store, rank: int, world: int, device: torch.device) -> tupl
 
 def accelerator_for(device: torch.device, check: Callable[[], None]) -> ShardAccelerator:
     """Return an accelerator with such groups, also for the CPU."""
-    return ShardAccelerator(device, check, AcceleratedGroups(synchronize=lambda _: None), make)
+    library = StandInLibrary(make, lambda work: bool(work.is_completed()))
+    groups = AcceleratedGroups(synchronize=lambda _: None, library=lambda _: library)
+    return ShardAccelerator(device, check, groups, make)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from worker.nccl_stand_in import StandInLibrary
 
 from unicron_lightning.megatron.grid import Grid, Shape
 from unicron_lightning.replica.channels import (
@@ -175,7 +176,8 @@ def left_groups(rank: int, world: int, folder: Path) -> Any:
     shape = Shape(tensor=1, pipeline=1, replicas=1)
     channels = Channels(Grid(shape=shape, replicas=1, place=0, shard=0), dist.HashStore(), "127.0.0.1", None)
     cpu = torch.device("cpu")
-    worlds._groups = AcceleratedGroups(synchronize=lambda device: None)
+    library = StandInLibrary(lambda *place: None)
+    worlds._groups = AcceleratedGroups(synchronize=lambda device: None, library=lambda device: library)
     worlds.enter_world(channels, shape, cpu, lambda: None)
     slow = [
         AcceleratedGroup(holder=each, backend=SimpleNamespace(abort=abort), size=1, inside=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from worker.nccl_stand_in import Host, Network
+from worker.nccl_stand_in import Host, Network, StandInLibrary
 from worker.simulation import Coordinator, FakeCommunicator, Fault, run_threads
 from worker.test_engine import Program, check
 
@@ -52,7 +52,7 @@ class NcclCoordinator(Coordinator):
             world,
             torch.device("cpu"),
             Host(host),
-            lambda store, rank, world: network.group(rank),
+            StandInLibrary.of(network),
         )
         self.built.append((epoch.members[rank].worker, made))
         return made

@@ -9,10 +9,13 @@ Derived from torch's ProcessGroupNCCL and NCCLUtils:
 * Enqueue and abort need a mutex that is held until the communicator is connected.
 * Abort and destructor may take long.
 * An abort frees buffers that the kernels of other ranks of the host use.
+* The library's queries may wait for locks of the driver, with the interpreter's lock.
+* Unless NCCL_RUNTIME_CONNECT is 0, the enqueue of a first large sum connects the ranks, and fails if one is late.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
@@ -33,10 +36,25 @@ class Network:
         world: number of ranks.
         seed: of random decisions: ranks that a sum reaches at once, and ranks that detect a lost peer.
         abort_seconds, destroy_seconds: duration of abort and destructor.
+        connect_seconds: longest wait of an enqueue for ranks that are to be connected; 0: all were connected before.
+
+    Attributes:
+        driver_seconds: how long a query waits for the driver.
     """
 
-    def __init__(self, world: int, seed: int = 0, *, abort_seconds: float = 0.0, destroy_seconds: float = 0.0) -> None:
+    driver_seconds = 0.0
+
+    def __init__(
+        self,
+        world: int,
+        seed: int = 0,
+        *,
+        abort_seconds: float = 0.0,
+        destroy_seconds: float = 0.0,
+        connect_seconds: float = 0.0,
+    ) -> None:
         self.world = world
+        self.connect_seconds = connect_seconds
         self.abort_seconds = abort_seconds
         self.destroy_seconds = destroy_seconds
         self.condition = threading.Condition(threading.RLock())
@@ -69,6 +87,17 @@ class Network:
                 for other in parts.values():
                     if self.random.random() < 0.5:
                         other.deliver()
+                self.condition.notify_all()
+
+    def connect(self, work: StandInWork) -> None:
+        """Wait until all ranks have started a first large collective.
+
+        Raises:
+            DistBackendError: one is late.
+        """
+        with self.condition:
+            if not self.condition.wait_for(lambda: work.number in self.sums, self.connect_seconds):
+                raise dist.DistBackendError("NCCL timeout in: stand-in, ncclInProgress")
 
 
 class StandInWork:
@@ -87,12 +116,18 @@ class StandInWork:
 
     def is_completed(self) -> bool:
         network = self.group.network
+        ctypes.PyDLL(None).usleep(ctypes.c_uint(int(1e6 * network.driver_seconds)))
+        if self.error is None and not self.delivered:
+            self.error = self.group.error
+        return self.ended() or self.error is not None
+
+    def ended(self) -> bool:
+        """Whether its kernel has ended."""
+        network = self.group.network
         with network.condition:
-            if self.error is None and not self.delivered:
-                self.error = self.group.error
-            if self.error is None and self.number in network.sums:
+            if self.group.error is None and self.number in network.sums:
                 self.deliver()
-            return self.delivered or self.group.aborted or self.error is not None
+            return self.delivered or self.group.aborted
 
     def wait(self) -> bool:
         if self.error is not None:
@@ -185,8 +220,44 @@ class StandInGroup:
         work = make(len(self.works))
         self.works.append(work)
         self.network.begin(work)
+        if self.network.connect_seconds and work.tensor.numel() > 1:
+            self.network.connect(work)
         self.on_enqueue()
         return work
+
+
+class StandInLibrary:
+    """Implements `owned_group.Library` on the CPU.
+
+    Args:
+        make: makes a group, as `owned_group.Library.make`.
+        ended: whether a collective has ended.
+    """
+
+    def __init__(
+        self, make: Callable[..., Any], ended: Callable[[Any], bool] = lambda work: bool(work.ended())
+    ) -> None:
+        self.make = make
+        self._ended = ended
+
+    @classmethod
+    def of(cls, network: Network) -> StandInLibrary:
+        return cls(lambda store, rank, world: network.group(rank))
+
+    def connect(self, group: Any, *, messages: bool = False) -> Callable[[], bool]:
+        work = group.allreduce([torch.ones(1)])
+        if messages:
+            work = group.alltoall([torch.ones(1)] * 2, [torch.ones(1)] * 2)
+        return self.mark(work)
+
+    def mark(self, work: Any) -> Callable[[], bool]:
+        return lambda: self._ended(work)
+
+    def error(self, group: Any) -> str | None:
+        return getattr(group, "error", None)
+
+    def close(self) -> None:
+        pass
 
 
 class Host:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from worker.communication.test_links import Members, in_parallel
-from worker.nccl_stand_in import Host, Network
+from worker.nccl_stand_in import Host, Network, StandInLibrary
 from worker.simulation import FakeCommunicator, Hub
 
 from unicron_lightning.worker import codec, delivery
@@ -197,7 +197,7 @@ def test_tensors_on_an_accelerator_go_over_nccl() -> None:
     def member(rank: int) -> None:
         host = Host(FakeCommunicator(hub, rank))
         cpu = torch.device("cpu")
-        communicator = NcclCommunicator(store, rank, world, cpu, host, lambda store, rank, world: network.group(rank))
+        communicator = NcclCommunicator(store, rank, world, cpu, host, StandInLibrary.of(network))
         group = network.groups[rank]
         begun = group.alltoall
 

@@ -25,7 +25,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,14 +39,35 @@ _SLOWED: Final = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "har
 """Bits of NVML's reasons for lower clocks that indicate a problem; power caps and idling do not."""
 
 
+def visible_devices(listed: str | None, identities: Sequence[str]) -> list[int]:
+    """Return the numbers of the devices that CUDA_VISIBLE_DEVICES lists; all if an entry names none of them.
+
+    Args:
+        listed: its value; None: it is not set.
+        identities: of the machine's devices, in the order of the PCI bus, in which CUDA numbers devices of one kind.
+    """
+    found = []
+    for entry in filter(None, map(str.strip, "" if listed is None else listed.split(","))):
+        if entry == "-1":  # CUDA ignores what follows
+            break
+        numbered = [int(entry)] if entry.isdecimal() and int(entry) < len(identities) else []
+        named = numbered or [at for at, identity in enumerate(identities) if identity.startswith(entry)]
+        if len(named) != 1:
+            return list(range(len(identities)))
+        found += named
+    return list(range(len(identities))) if listed is None else found
+
+
 class Gpus:
-    """The GPUs of this machine.
+    """The GPUs that this agent's workers may use; another task's are none of its concern.
 
     Args:
         library: NVML's Python binding, or a stand-in; None: the real one, if it is installed.
+        listed: value of CUDA_VISIBLE_DEVICES.
     """
 
-    def __init__(self, library: Any = None) -> None:
+    def __init__(self, library: Any = None, listed: str | None = None) -> None:
+        self._listed = os.environ.get("CUDA_VISIBLE_DEVICES") if listed is None else listed
         self._nvml = _binding() if library is None else library
         self._handles: list[tuple[str, Any]] = []
         self._before: dict[tuple[str, str], int] = {}
@@ -75,10 +96,10 @@ class Gpus:
         nvml = self._nvml
         try:
             nvml.nvmlInit()
-            for index in range(nvml.nvmlDeviceGetCount()):
-                handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                bus = nvml.nvmlDeviceGetPciInfo(handle).busId
-                self._handles.append((bus.decode() if isinstance(bus, bytes) else str(bus), handle))
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            identities = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+            for handle in (handles[at] for at in visible_devices(self._listed, identities)):
+                self._handles.append((_text(nvml.nvmlDeviceGetPciInfo(handle).busId), handle))
         except nvml.NVMLError_LibraryNotFound:
             return
         except nvml.NVMLError as error:
@@ -135,12 +156,17 @@ class Gpus:
         for _ in range(_EVENTS if self._events is not None else 0):
             try:
                 event = nvml.nvmlEventSetWait_v2(self._events, _EVENT_MILLISECONDS)
-                bus = nvml.nvmlDeviceGetPciInfo(event.device).busId
+                bus = _text(nvml.nvmlDeviceGetPciInfo(event.device).busId)
             except nvml.NVMLError:  # a time-out: no event is pending
                 return
-            xids = self._xids.setdefault(bus.decode() if isinstance(bus, bytes) else str(bus), [])
+            xids = self._xids.setdefault(bus, [])
             if event.eventData not in xids:
                 xids.append(int(event.eventData))
+
+
+def _text(given: bytes | str) -> str:
+    """Return a text of the library, whose versions differ in its type."""
+    return given.decode() if isinstance(given, bytes) else given
 
 
 def _binding() -> Any:

@@ -103,6 +103,10 @@ REQUIRED: Final[Mapping[str, tuple[str, str]]] = {
         "60",
         "[s] bounds how long a thread waits for a connection to a dead peer; torch's default is 30 minutes",
     ),
+    "NCCL_RUNTIME_CONNECT": (
+        "0",
+        "an epoch's first large collective would connect its peers on the training thread, and fail if one is late",
+    ),
     "NCCL_NVLS_ENABLE": (
         "0",
         "NVLink SHARP's multicast memory is shared by the ranks of a machine and does not survive one rank's abort",
@@ -110,10 +114,21 @@ REQUIRED: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Value and reason, by name."""
 
-REFUSED: Final[Mapping[str, tuple[str, str, str]]] = {
+REFUSED: Final[Mapping[str, tuple[str, str | None, str]]] = {
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "INFO", "DETAIL turns torch's error handling on again"),
+    "NCCL_COMM_BLOCKING": ("1", None, "a connection to a dead peer could not be aborted"),
+    "NCCL_CUMEM_ENABLE": (
+        "0",
+        None,
+        "NCCL's older way to share memory frees it only when all kernels of the device end",
+    ),
+    "CUDA_LAUNCH_BLOCKING": ("1", None, "the start of a reduction would wait for all workers, out of an abort's reach"),
+    "TORCH_DIST_USE_NCCL2": ("1", None, "recovery has been written for torch's first ProcessGroupNCCL only"),
 }
-"""Refused value, its replacement and the reason, by name."""
+"""Refused value, its replacement (None: the variable is removed) and the reason, by name."""
+
+LIMITS: Final = frozenset({"TORCH_NCCL_NONBLOCKING_TIMEOUT"})
+"""Of the required variables those with a limit, of which a user may set a greater one."""
 
 
 def settle(environment: MutableMapping[str, str]) -> list[str]:
@@ -128,13 +143,20 @@ def settle(environment: MutableMapping[str, str]) -> list[str]:
     replaced = []
     for name, (value, reason) in REQUIRED.items():
         given = environment.get(name)
+        if name in LIMITS and given is not None and given.isdecimal() and int(given) > int(value):
+            continue
         if given not in (None, value):
             replaced.append(f"{name}={given}: set to {value}, since {reason}")
         environment[name] = value
-    for name, (refused, value, reason) in REFUSED.items():
-        if environment.get(name, "").upper() == refused:
-            replaced.append(f"{name}={environment[name]}: set to {value}, since {reason}")
-            environment[name] = value
+    for name, (refused, other, reason) in REFUSED.items():
+        given = environment.get(name, "")
+        if given.upper() != refused:
+            continue
+        if other is None:
+            del environment[name]
+        else:
+            environment[name] = other
+        replaced.append(f"{name}={given}: {'removed' if other is None else f'set to {other}'}, since {reason}")
     return replaced
 
 

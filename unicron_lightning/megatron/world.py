@@ -88,12 +88,14 @@ def enter_world(channels: Channels, shape: Shape, device: torch.device, check: C
 
 def _accelerated(channels: Channels, device: torch.device) -> list[AcceleratedGroup]:
     """The epoch's groups with their back-ends of NCCL, in the order in which all ranks have made them."""
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
     return [
         AcceleratedGroup(
             holder=group,
             backend=group._get_backend(device),
             size=group.size(),
             inside=channels.shards(tuple(dist.get_process_group_ranks(group))) is not None,
+            messages=group is pipeline,
         )
         for group in dist.distributed_c10d._world.pg_map
     ]

@@ -27,16 +27,17 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unicron_lightning.worker.communication.communicator import SoloCommunicator
+from unicron_lightning.worker.communication.communicator import CommunicatorAborted, SoloCommunicator
 from unicron_lightning.worker.communication.gloo import LOOK_UP, Ending, GlooCommunicator, GlooGroup, Unfinished
 from unicron_lightning.worker.communication.lazy_groups import LazyGroups, Retirement, connect_apart
+from unicron_lightning.worker.communication.nccl import NcclLibrary, relieve
+from unicron_lightning.worker.communication.owned_group import Library, is_out_of_memory
 from unicron_lightning.worker.control.activity import Activity
 
 MESSAGES: Final = ("send", "recv", "recv_anysource")
@@ -497,12 +498,14 @@ class AcceleratedGroup:
         backend: the library's.
         size: number of members.
         inside: whether all members are in one replica.
+        messages: whether its members also send each other messages.
     """
 
     holder: Any
     backend: Any
     size: int
     inside: bool
+    messages: bool = False
 
 
 class AcceleratedGroups:
@@ -510,11 +513,18 @@ class AcceleratedGroups:
 
     Args:
         synchronize: waits until all kernels on the device have ended.
+        library: connects groups on a device.
     """
 
-    def __init__(self, synchronize: Callable[[torch.device], Any] = torch.cuda.synchronize) -> None:
+    def __init__(
+        self,
+        synchronize: Callable[[torch.device], Any] = torch.cuda.synchronize,
+        library: Callable[[torch.device], Library] = NcclLibrary,
+    ) -> None:
         self._synchronize = synchronize
+        self._library = library
         self._settle: Callable[[], Any] = lambda: None
+        self._connected = False
         self._present: Sequence[AcceleratedGroup] = ()
         self._retired: list[Retirement] = []
 
@@ -527,7 +537,11 @@ class AcceleratedGroups:
         if not groups:
             return False
         holders, backends = [group.holder for group in groups], [group.backend for group in groups]
-        self._retired.append(Retirement(holders, backends, self._settle))
+        retired = Retirement(holders, backends, self._settle)
+        if (
+            self._connected
+        ):  # else they have exchanged nothing, and an abort may have to wait for a dead peer's time-out
+            self._retired.append(retired)
         return True
 
     def wait_retired(self, check: Callable[[], None]) -> None:
@@ -566,15 +580,19 @@ class AcceleratedGroups:
         channels.inner_accelerated, channels.outer_accelerated = inner, outer
         for group in groups:
             (inner if group.inside else outer).groups.append(group.backend)
-        self._present, self._settle = tuple(groups), partial(self._synchronize, device)
-        with_peers = [group.backend for group in groups if group.size > 1]
-        connect_apart(with_peers, partial(_first, device=device), check)
+        library = self._library(device)
+
+        def settle() -> None:
+            self._synchronize(device)
+            library.close()
+
+        self._present, self._settle, self._connected = tuple(groups), settle, False
+        try:
+            connect_apart([group for group in groups if group.size > 1], library, check)
+        except CommunicatorAborted as error:
+            if is_out_of_memory(str(error)):
+                relieve()
+            raise
+        self._connected = True
         inner.meet()
         outer.meet()
-
-
-def _first(group: Any, device: torch.device) -> Any:
-    """Start a group's first collective, with which the library connects it."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of the helper thread
-    return group.allreduce([torch.ones(1, device=device)])

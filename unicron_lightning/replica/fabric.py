@@ -35,11 +35,15 @@ from unicron_lightning.worker.communication.communicator import (
     ForwardingCommunicator,
 )
 from unicron_lightning.worker.communication.gloo import GlooGroup
+from unicron_lightning.worker.communication.owned_group import is_sticky
 from unicron_lightning.worker.communication.store_clients import clients, name_key
 from unicron_lightning.worker.control.thread import EXIT_EXPELLED, Control
+from unicron_lightning.worker.engine import EpochChanged
 
 LOOK_SECONDS: Final = 0.1
 """Seconds between two looks of `PartnerWatch`."""
+EXPLANATION_SECONDS: Final = 2.0
+"""Seconds in which a failure must become known that explains an exception of the user's code."""
 
 
 class PartnerWatch:
@@ -349,8 +353,25 @@ class ReplicaFabric(Generic[FabricShapeT]):
         """
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        if self.accelerated and not self.intact:
+        if self.accelerated and self._is_cut():
             raise CommunicatorAborted("the replica's connections were cut")
+
+    def _is_cut(self) -> bool:
+        """Whether this replica's connections were cut, here or by a partner: `PartnerWatch` may notice that later."""
+        return not self.intact or any(group.broken() for group in list(self._inner.values()))
+
+    def interrupted(self) -> bool:
+        """Whether a failure explains an exception in a call: a kernel that was aborted leaves anything in its tensors.
+
+        The news may come after the exception, so this waits for it for a while.
+        """
+        control, place = self._control, self.place
+        deadline = time.monotonic() + EXPLANATION_SECONDS
+        while self.accelerated and time.monotonic() < deadline:
+            if self._is_cut() or (control is not None and place is not None and control.failed_since(place.epoch)):
+                return True
+            time.sleep(_POLL_SECONDS)
+        return False
 
     def stepped(self) -> None:
         """Record that the update is done."""
@@ -490,16 +511,25 @@ def start_anew(reason: str) -> NoReturn:
     os._exit(EXIT_EXPELLED)
 
 
-def run_released(work: Callable[[], Any]) -> Any:
+def run_released(work: Callable[[], Any], fabric: ReplicaFabric[Any] | None = None) -> Any:
     """Run work that waits in the collectives of a `PeerGroup` or of NCCL.
 
+    Args:
+        work: to be run; may run code of the user's.
+        fabric: its connections; None: no other code than this package's looks at received tensors.
+
     Raises:
-        CommunicatorAborted: a connection was cut, or broke.
+        CommunicatorAborted: a connection was cut, or broke, which may have led to any exception.
     """
     try:
         return work()
-    except RuntimeError as error:
+    except (CommunicatorAborted, EpochChanged):
+        raise
+    except Exception as error:
         reason = str(error).splitlines()[0][:200] if str(error) else ""
-        if isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection" in reason:
+        lost = isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection" in reason
+        if isinstance(error, RuntimeError) and lost:
             raise CommunicatorAborted(reason) from error
+        if fabric is not None and not is_sticky(str(error)) and fabric.interrupted():
+            raise CommunicatorAborted(f"a partner was lost: {reason}") from error
         raise

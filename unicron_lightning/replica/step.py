@@ -161,9 +161,9 @@ class ReplicaStep(Step[SumsT]):
             self._began += 1
             if self._calls:
                 with model.gradients.apart():
-                    run_released(partial(self._call, call, last=False))
+                    run_released(partial(self._call, call, last=False), fabric)
             else:
-                run_released(partial(self._call, call, last=len(plan.calls) == 1))
+                run_released(partial(self._call, call, last=len(plan.calls) == 1), fabric)
             fabric.arrive(self._device)
             self._calls.append(call)
         engine.activity.enter("reduce")
@@ -171,11 +171,11 @@ class ReplicaStep(Step[SumsT]):
         engine.check()
         engine.fault("reduce", engine.step)
         if self._state == OPEN:
-            run_released(model.gradients.reduce)
+            run_released(model.gradients.reduce, fabric)
             fabric.arrive(self._device)
             if fabric.accelerated:
                 engine.check()
-            run_released(self._sum_totals)
+            run_released(self._sum_totals, fabric)
             # Kernels that were aborted look complete. A part of an optimizer shard is nowhere else.
             self._state = OPEN if fabric.accelerated or model.keeper is not None else SUMMED
         engine.fault("reduced", engine.step)
@@ -193,7 +193,7 @@ class ReplicaStep(Step[SumsT]):
         """Finalize the gradients, once: Megatron changes them in place."""
         if self._state != FINAL:
             state, self._state = self._state, OPEN
-            run_released(self._model.finalize)
+            run_released(self._model.finalize, self._fabric)
             self._fabric.arrive(self._device)
             self._state = FINAL if state == SUMMED else OPEN
 
@@ -203,7 +203,7 @@ class ReplicaStep(Step[SumsT]):
         if keeper is None:
             return
         assert done is not None
-        run_released(self._model.update)
+        run_released(self._model.update, self._fabric)
         self._fabric.arrive(self._device)
         engine.fault("updated", engine.step)
         keeper.keep(done + 1)
@@ -356,7 +356,7 @@ class ReplicaEvaluation(Evaluation[Sequence[int]]):
 
         def run(rows: Sequence[int]) -> None:
             fabric.phase = "calls"
-            run_released(partial(call, rows, size(rows[0])))
+            run_released(partial(call, rows, size(rows[0])), fabric)
             fabric.arrive(device)
             if tells:
                 finished.update(rows)

@@ -19,7 +19,6 @@ commit, and the comparison of states after it.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -233,7 +232,6 @@ def compare_states(
     return Difference(odd=odd, joined=late, first=first)
 
 
-DEVICE_POLL_SECONDS: Final = 0.0002
 RELEASE_SECONDS: Final = 30.0
 """Time to wait for the buffer of an aborted reduction before a second one is allocated."""
 
@@ -379,12 +377,9 @@ class GradientStep(Step[Sums]):
         This costs no time, because the reductions wait for the same work.
         """
         device = self._buckets[0].reduced.device
-        if device.type != "cuda":
-            return
-        done = torch.cuda.current_stream(device).record_event()
-        while not done.query():
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # waits for no other rank, and without the lock
             engine.check()
-            time.sleep(DEVICE_POLL_SECONDS)
 
     def _await_reductions(self, engine: Engine) -> None:
         for index in list(self._in_flight):

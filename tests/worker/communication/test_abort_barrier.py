@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -100,6 +101,17 @@ def test_a_rank_that_stands_still_is_waited_for_only_so_long(peer: Peer) -> None
     os.kill(peer.process.pid, signal.SIGSTOP)
     met, seconds = _timed(peer.barrier, 0.5)
     assert not met and 0.4 < seconds < 5.0
+
+
+def test_connections_are_released_without_a_wait_for_another_threads(peer: Peer) -> None:
+    """The caller may hold the control thread's lock."""
+    waiting = threading.Thread(target=peer.barrier.wait, args=(5.0,))
+    waiting.start()
+    time.sleep(0.2)
+    released, seconds = _timed(peer.barrier, 0.0)
+    assert not released and seconds < 1.0
+    peer.process.kill()
+    waiting.join(20)
 
 
 def test_a_rank_that_aborts_before_it_has_met_waits_for_none() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worker.nccl_simulation import simulate_nccl
-from worker.nccl_stand_in import REMOTE_ERROR, Host, Network, StandInGroup, Watchdog
+from worker.nccl_stand_in import REMOTE_ERROR, Host, Network, StandInGroup, StandInLibrary, Watchdog
 from worker.test_engine import check
 
 from unicron_lightning.agent.handler import REQUIRED, settle
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.replica.channels import AcceleratedGroup, AcceleratedGroups
 from unicron_lightning.worker.communication import backends, background_connect
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted
 from unicron_lightning.worker.communication.lazy_groups import LazyGroups, Retirement, abort_apart, connect_apart
@@ -46,8 +48,8 @@ class Pair:
         self.first = self._of(0)
 
     def _build(self, rank: int) -> None:
-        make: Callable[..., Any] = lambda store, rank, world: self.network.group(rank)  # noqa: E731
-        self.built[rank] = NcclCommunicator(self.store, rank, self.world, CPU, self.hosts[rank], make)
+        library = StandInLibrary.of(self.network)
+        self.built[rank] = NcclCommunicator(self.store, rank, self.world, CPU, self.hosts[rank], library)
 
     def _of(self, rank: int) -> NcclCommunicator:
         built = self.built[rank]
@@ -121,6 +123,35 @@ def test_after_a_peers_abort_a_bucket_looks_complete_that_is_not() -> None:
     three.close()
 
 
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_bucket_is_enqueued_while_a_peer_is_late(settled: bool) -> None:
+    """With the agent's variables all connections exist when the communicator is handed out."""
+    environment = dict[str, str]()
+    if settled:
+        settle(environment)
+    lazily = environment.get("NCCL_RUNTIME_CONNECT", "1") != "0"
+    two = Pair(connect_seconds=0.3 if lazily else 0.0)
+    if settled:
+        two.first.all_reduce(torch.ones(3))
+    else:
+        with pytest.raises(CommunicatorAborted, match="timeout"):
+            two.first.all_reduce(torch.ones(3))
+    two.close()
+
+
+def test_the_interpreter_runs_while_the_driver_waits_for_a_dead_peer(pair: Pair) -> None:
+    """Otherwise the control thread could not abort."""
+    pair.network.driver_seconds = 0.5
+    pair.first.all_reduce(torch.ones(3))
+    longest, looked = 0.0, time.monotonic()
+    end = looked + 1.0
+    while looked < end:
+        time.sleep(0.005)
+        longest, looked = max(longest, time.monotonic() - looked), time.monotonic()
+    assert longest < 0.4
+    pair.network.driver_seconds = 0.0
+
+
 def test_an_abort_while_a_bucket_is_enqueued(pair: Pair) -> None:
     pair.group.on_enqueue = lambda: pair.first.abort("epoch 2")
     handle = pair.first.all_reduce(torch.ones(3))
@@ -190,9 +221,8 @@ def test_a_slow_destructor_runs_on_the_owners_thread() -> None:
 
 
 def _build_alone(host: Host, network: Network, errors: list[BaseException]) -> NcclCommunicator | None:
-    make: Callable[..., Any] = lambda store, rank, world: network.group(rank)  # noqa: E731
     try:
-        return NcclCommunicator(dist.HashStore(), 0, 2, CPU, host, make)
+        return NcclCommunicator(dist.HashStore(), 0, 2, CPU, host, StandInLibrary.of(network))
     except BaseException as error:  # noqa: BLE001 - looked at by the test
         errors.append(error)
         return None
@@ -246,6 +276,40 @@ def test_an_error_of_the_accelerator_is_no_abort(pair: Pair) -> None:
     assert not is_sticky(REMOTE_ERROR)
 
 
+OUT_OF_MEMORY = (
+    "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO), NCCL version 2.28.9\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "raised", "reason"),
+    [
+        (OUT_OF_MEMORY, CommunicatorAborted, "the device is out of memory"),
+        ("CUDA error: an illegal memory access was encountered", RuntimeError, "illegal memory access"),
+    ],
+)
+def test_a_connection_that_lacks_memory_is_tried_again_and_a_broken_device_ends_the_process(
+    text: str, raised: type[Exception], reason: str
+) -> None:
+    def make(*place: Any) -> Any:
+        raise dist.DistBackendError(text)
+
+    def build(epoch: Any, rank: int, world: int) -> Any:
+        return NcclCommunicator(dist.HashStore(), 0, 2, CPU, Host(), StandInLibrary(make))
+
+    condition = threading.Condition()
+    attempt = background_connect.Connecting(build, _Epoch(), 0)  # type: ignore[arg-type]
+    attempt.start(condition)
+    with condition:
+        assert condition.wait_for(lambda: attempt.finished, 20)
+    with pytest.raises(raised, match=reason):
+        attempt.take()
+    lazy = SimpleNamespace(backend=SimpleNamespace(allreduce=make), messages=False)
+    with pytest.raises(raised, match=reason):
+        connect_apart([lazy], StandInLibrary(make), lambda: None)
+
+
 def test_ranks_that_share_a_gpu_are_refused() -> None:
     def make(store: Any, rank: int, world: int) -> Any:
         raise RuntimeError(
@@ -254,7 +318,7 @@ def test_ranks_that_share_a_gpu_are_refused() -> None:
         )
 
     with pytest.raises(ConfigError, match=r"rank 1 and rank 0 both on CUDA device 3000: expected one worker per GPU"):
-        NcclCommunicator(dist.HashStore(), 0, 2, CPU, Host(), make)
+        NcclCommunicator(dist.HashStore(), 0, 2, CPU, Host(), StandInLibrary(make))
 
 
 def test_groups_are_aborted_all_at_once() -> None:
@@ -274,8 +338,9 @@ def test_groups_are_aborted_all_at_once() -> None:
             thread.join(20)
 
 
-def _connect(groups: list[Any], check: Callable[[], None]) -> None:
-    connect_apart(groups, lambda group: group.allreduce([torch.ones(1)]), check)
+def _connect(groups: list[Any], check: Callable[[], None], *messages: int) -> None:
+    lazy = [SimpleNamespace(backend=group, messages=place in messages) for place, group in enumerate(groups)]
+    connect_apart(lazy, StandInLibrary(lambda *place: None), check)
 
 
 def test_lazy_groups_of_a_host_are_aborted_after_the_barrier() -> None:
@@ -307,6 +372,41 @@ def test_lazy_groups_are_connected_in_a_helper_thread() -> None:
     other.join(20)
     assert all(len(network.sums) == 1 for network in networks)
     assert starters == {"unicron-connect-groups"}
+
+
+def test_groups_with_messages_are_connected_for_them() -> None:
+    networks = [Network(2) for _ in range(2)]
+    groups = [[network.group(rank) for network in networks] for rank in range(2)]
+    other = threading.Thread(target=_connect, args=(groups[1], lambda: None, 1))
+    other.start()
+    _connect(groups[0], lambda: None, 1)
+    other.join(20)
+    assert [len(network.calls) for network in networks] == [1, 2]
+
+
+def test_an_epoch_does_not_wait_for_the_abort_of_groups_that_were_never_connected() -> None:
+    """Such an abort may have to wait until the library stops waiting for a dead peer."""
+    group = Network(2).group(0)
+    library = StandInLibrary(lambda *place: None)
+    groups = AcceleratedGroups(synchronize=lambda device: None, library=lambda device: library)
+    channels = SimpleNamespace(grid=SimpleNamespace(place=0, shard=0, shards=1, replicas=1, rank=0), store=None)
+    channels.store = dist.HashStore()
+
+    def check() -> None:
+        raise CommunicatorAborted("the epoch has ended")
+
+    group.mutex.acquire()  # as the library does until all ranks have come
+    lazy = AcceleratedGroup(holder=None, backend=group, size=2, inside=True)
+    with pytest.raises(CommunicatorAborted, match="the epoch has ended"):
+        groups.connect(channels, [lazy], CPU, check)  # type: ignore[arg-type]
+    groups.leave()
+    began = time.monotonic()
+    groups.wait_retired(check)
+    assert time.monotonic() - began < SOON
+    del lazy
+    group.mutex.release()
+    del group
+    assert wait_destroyed(20)
 
 
 def test_lazy_groups_with_an_absent_peer_do_not_block_the_caller() -> None:

@@ -84,21 +84,31 @@ class AbortBarrier:
     def wait(self, seconds: float = BARRIER_SECONDS) -> bool:
         """Announce the abort, and wait until the other ranks of this host have announced theirs or died.
 
+        Args:
+            seconds: longest wait, also for another thread that waits here already; 0 releases the connections.
+
         Returns:
             False after ``seconds``.
         """
         self.announce()
-        with self._waiting:
-            waiting = {peer.fileno(): peer for peer in self._peers}
-            self._peers = []
-            poll = select.poll()
-            for descriptor in waiting:
-                poll.register(descriptor, 0)
-            deadline = time.monotonic() + seconds
-            while waiting and (left := deadline - time.monotonic()) > 0.0:
-                for descriptor, _ in poll.poll(1e3 * left):
-                    poll.unregister(descriptor)
-                    waiting.pop(descriptor).close()
-            for peer in waiting.values():
-                peer.close()
-            return not waiting
+        deadline = time.monotonic() + seconds
+        if not self._waiting.acquire(timeout=seconds):
+            return False
+        try:
+            return self._wait_until(deadline)
+        finally:
+            self._waiting.release()
+
+    def _wait_until(self, deadline: float) -> bool:
+        waiting = {peer.fileno(): peer for peer in self._peers}
+        self._peers = []
+        poll = select.poll()
+        for descriptor in waiting:
+            poll.register(descriptor, 0)
+        while waiting and (left := deadline - time.monotonic()) > 0.0:
+            for descriptor, _ in poll.poll(1e3 * left):
+                poll.unregister(descriptor)
+                waiting.pop(descriptor).close()
+        for peer in waiting.values():
+            peer.close()
+        return not waiting

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from unicron_lightning import wire
 from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted
+from unicron_lightning.worker.communication.owned_group import is_sticky, reason_of
 
 _attempts = threading.local()
 Connect = Callable[[wire.Epoch, int, int], Communicator]
@@ -39,14 +40,16 @@ class Connecting:
 
         Raises:
             CommunicatorAborted: it could not be built.
-            Exception: any other error of the constructor.
+            Exception: any other error of the constructor, such as one after which the accelerator cannot be used.
         """
         with self._condition:
             if not self.finished:
                 self._abandoned = True
                 return None
-        if isinstance(self._error, (RuntimeError, OSError)):  # torch's store and gloo raise subclasses of RuntimeError
-            raise CommunicatorAborted((str(self._error) or repr(self._error)).splitlines()[0][:200])
+        error = self._error
+        # torch's store and gloo raise subclasses of RuntimeError
+        if isinstance(error, (RuntimeError, OSError)) and not is_sticky(str(error)):
+            raise CommunicatorAborted(reason_of(error))
         if self._error is not None:
             raise self._error
         return self._communicator

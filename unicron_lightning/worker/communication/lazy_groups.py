@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 
@@ -22,9 +22,11 @@ from unicron_lightning.worker.communication.abort_barrier import AbortBarrier
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted
 from unicron_lightning.worker.communication.owned_group import (
     POLL_SECONDS,
-    GroupWork,
+    Library,
     abort_logged,
     ending,
+    is_sticky,
+    reason_of,
     start_owner,
 )
 
@@ -37,45 +39,63 @@ REFERENCE_SECONDS: Final = 60.0
 """Time that a retired group is kept for Megatron's objects to drop it, so that it is destroyed by the helper thread."""
 
 
-def connect_apart(groups: Sequence[Any], first: Callable[[Any], GroupWork], check: Callable[[], None]) -> None:
+class LazyGroup(Protocol):
+    """A group that the library connects with its first collective.
+
+    Attributes:
+        backend: the library's.
+        messages: whether its members also send each other messages, for which there are further connections.
+    """
+
+    @property
+    def backend(self) -> Any: ...
+
+    @property
+    def messages(self) -> bool: ...
+
+
+def connect_apart(groups: Sequence[LazyGroup], library: Library, check: Callable[[], None]) -> None:
     """Connect groups that the library builds lazily, one after the other in a helper thread.
 
     The calling thread never blocks in the library. All ranks must give their groups in one common order.
 
     Args:
         groups: of this rank.
-        first: starts the collective that connects a group, on the helper thread.
+        library: connects them.
         check: called while waiting; raises if the groups are no longer wanted, and they must then be aborted.
 
     Raises:
         CommunicatorAborted: a group could not be connected.
+        RuntimeError: an error of the accelerator, after which the process cannot continue.
         Exception: any exception of ``check``.
     """
-    ended, abandoned = threading.Event(), threading.Event()
+    over, abandoned = threading.Event(), threading.Event()
     errors: list[Exception] = []
 
     def run() -> None:
         try:
             for group in groups:
-                work = first(group)
-                while not work.is_completed() and not abandoned.wait(POLL_SECONDS):
-                    pass
+                ended = library.connect(group.backend, messages=group.messages)
+                while not ended() and not abandoned.wait(POLL_SECONDS):
+                    if (error := library.error(group.backend)) is not None:
+                        raise RuntimeError(error)
                 if abandoned.is_set():
                     return
-                work.wait()
         except (RuntimeError, OSError) as error:
             errors.append(error)
         finally:
-            ended.set()
+            over.set()
 
     start_owner(run, "unicron-connect-groups")
     try:
-        while not ended.wait(_CHECK_SECONDS):
+        while not over.wait(_CHECK_SECONDS):
             check()
     finally:
         abandoned.set()
+    if errors and isinstance(errors[0], RuntimeError) and is_sticky(str(errors[0])):
+        raise errors[0]
     if errors:
-        raise CommunicatorAborted((str(errors[0]) or repr(errors[0])).splitlines()[0][:200])
+        raise CommunicatorAborted(reason_of(errors[0]))
 
 
 def abort_apart(groups: Sequence[Any], barrier: AbortBarrier | None = None) -> list[threading.Thread]:

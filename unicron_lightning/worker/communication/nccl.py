@@ -8,7 +8,7 @@ the tests on hardware.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
@@ -17,11 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.worker.communication.abort_barrier import AbortBarrier
 from unicron_lightning.worker.communication.background_connect import abandoned
 from unicron_lightning.worker.communication.communicator import Handle, Route
+from unicron_lightning.worker.communication.device_marks import DeviceMarks
 from unicron_lightning.worker.communication.gloo import OPERATION_TIMEOUT
-from unicron_lightning.worker.communication.owned_group import OwnedGroup, OwnedHandle
+from unicron_lightning.worker.communication.owned_group import (
+    Ended,
+    Library,
+    OwnedGroup,
+    OwnedHandle,
+    is_out_of_memory,
+    wait_owners,
+)
 
 BROKEN_FROM: Final = (2, 28, 3)
 BROKEN_TO: Final = (2, 28, 8)
@@ -30,8 +37,6 @@ BROKEN_TO: Final = (2, 28, 8)
 TORCH_FROM: Final = (2, 11)
 TORCH_TO: Final = (2, 13)
 """First and last minor version of torch whose ProcessGroupNCCL this module was written for."""
-
-MakeGroup = Callable[[dist.Store, int, int], Any]
 
 
 class HostCommunicator(Protocol):
@@ -93,6 +98,64 @@ def make_group(store: dist.Store, rank: int, world: int, device: torch.device) -
     return dist.ProcessGroupNCCL(store, rank, world, options)
 
 
+OUT_OF_MEMORY_SECONDS: Final = 5.0
+"""Longest wait for the memory of earlier groups after a connection that lacked memory."""
+
+
+def relieve() -> None:
+    """After a connection that lacked memory: make room for the next attempt, which the coordinator orders.
+
+    The earlier epoch's groups hold theirs until they are destroyed, and the allocator keeps what tensors have left.
+    """
+    wait_owners(OUT_OF_MEMORY_SECONDS)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+class NcclLibrary:
+    """Implements `owned_group.Library`.
+
+    Args:
+        device: of this process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: DeviceMarks | None = None
+        self._kept: list[Tensor] = []
+        """Tensors of the first collectives, to which the library may write."""
+
+    def make(self, store: dist.Store, rank: int, world: int) -> Any:
+        return make_group(store, rank, world, self._device)
+
+    def connect(self, group: Any, *, messages: bool = False) -> Ended:
+        torch.cuda.set_device(self._device)  # of a helper thread
+        numbers = torch.ones(1 + 2 * group.size(), 1, device=self._device)
+        self._kept.append(numbers)
+        one, *parts = numbers.unbind()
+        work = group.allreduce([one])
+        if messages:
+            work = group.alltoall(parts[::2], parts[1::2])
+        return self.mark(work)
+
+    def mark(self, work: Any) -> Ended:
+        if self._marks is None:
+            self._marks = DeviceMarks.take(self._device)
+        return self._marks.after(work)
+
+    def error(self, group: Any) -> str | None:
+        """Torch's watchdog finds errors every 0.1 s."""
+        look = getattr(group, "get_error", None)
+        found = None if look is None else look().name
+        return None if found in (None, "SUCCESS") else f"NCCL error: {found}, found by torch's watchdog"
+
+    def close(self) -> None:
+        marks, self._marks = self._marks, None
+        if marks is not None:
+            marks.give_back()
+        self._kept.clear()
+
+
 class NcclCommunicator:
     """Collectives of one epoch: tensors on the accelerator over NCCL, others over ``host``.
 
@@ -103,7 +166,7 @@ class NcclCommunicator:
         rank, world: place and number of members.
         device: this rank's accelerator.
         host: communicator of the same members; closed if this one cannot be built.
-        make: builds the library's group.
+        library: makes and follows the group.
 
     Raises:
         CommunicatorAborted: the group could not be connected.
@@ -118,25 +181,20 @@ class NcclCommunicator:
         world: int,
         device: torch.device,
         host: HostCommunicator,
-        make: MakeGroup | None = None,
+        library: Library | None = None,
     ) -> None:
         self.rank = rank
         self.world = world
         self.device: torch.device | None = device
         self._host = host
         self._device = device.type
-        build = make or (lambda store, rank, world: make_group(store, rank, world, device))
-        self._owned = OwnedGroup(
-            lambda: build(store, rank, world),
-            lambda group: group.allreduce([torch.ones(1, device=device)]),
-            host.abort,
-            f"unicron-nccl-{rank}",
-            lambda: AbortBarrier(store, rank, world),
-        )
+        self._owned = OwnedGroup(library or NcclLibrary(device), store, rank, world, host.abort)
         try:
             self._owned.wait_connected(self._given_up)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if is_out_of_memory(str(error)):
+                relieve()
             raise
 
     def all_reduce(self, tensor: Tensor) -> Handle:

@@ -2,8 +2,9 @@
 
 NCCL may block in the construction of a group, in its connection, in an abort and in its destructor; after an error it
 does not report which collectives have completed. One thread per group therefore makes it, connects it by a first
-collective, polls the others for completion, aborts it and destroys it. The training thread and the control thread only
-queue work for the owner, and wait at a `Gate`, which an abort opens at once.
+collective, looks for the ends of others, aborts it and destroys it. The training thread and the control thread only
+queue work for the owner, and wait at a `Gate`, which an abort opens at once. Between start and abort the owner calls
+nothing that may block, so that nothing delays the abort (`device_marks`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
+
+import torch.distributed as dist
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.communication.abort_barrier import BARRIER_SECONDS, AbortBarrier
@@ -50,45 +53,64 @@ def wait_destroyed(seconds: float) -> bool:
 
     A thread that returns from the library while the interpreter is finalized would abort the process.
     """
+    ending.set()
+    left = wait_owners(seconds)
+    ending.clear()
+    return not left
+
+
+def wait_owners(seconds: float) -> bool:
+    """Wait until no thread is in the library; return whether one still is after ``seconds``."""
     deadline = time.monotonic() + seconds
     with _owners_lock:
-        owners = list(_owners)
-    ending.set()
+        owners = [owner for owner in _owners if owner is not threading.current_thread()]
     for owner in owners:
         owner.join(max(0.0, deadline - time.monotonic()))
-    ending.clear()
-    return not any(owner.is_alive() for owner in owners)
+    return any(owner.is_alive() for owner in owners)
 
 
-class GroupWork(Protocol):
-    """The library's handle of one collective."""
+Ended = Callable[[], bool]
+"""Whether a collective has ended, successfully or not; never blocks, and calls neither driver nor library."""
 
-    def is_completed(self) -> bool:
-        """Whether the collective has ended, successfully or not."""
+
+class Library(Protocol):
+    """The library's calls for the groups of one epoch; all but `error` may block."""
+
+    def make(self, store: dist.Store, rank: int, world: int) -> Any:
+        """Build an unconnected group, which has a method ``abort``."""
         ...
 
-    def wait(self) -> Any:
-        """Raise RuntimeError if the collective has failed."""
+    def connect(self, group: Any, *, messages: bool = False) -> Ended:
+        """Start the collectives that connect a group.
+
+        Args:
+            group: to be connected.
+            messages: whether its ranks will also send each other messages, for which there are further connections.
+        """
         ...
 
+    def mark(self, work: Any) -> Ended:
+        """Follow a collective that the calling thread has just started."""
+        ...
 
-class Group(Protocol):
-    """The library's process group."""
+    def error(self, group: Any) -> str | None:
+        """The error that the library has found in a group's collectives; None without one."""
+        ...
 
-    def abort(self) -> None:
-        """End all collectives; may block."""
+    def close(self) -> None:
+        """Release what the followed collectives need, after the aborts."""
         ...
 
 
 class OwnedHandle(Handle):
     """One collective of an owned group; ``done`` after its owner has seen it end before an abort of this group."""
 
-    __slots__ = ("memory", "owned")
+    __slots__ = ("ended", "memory")
 
-    def __init__(self, work: GroupWork, memory: object) -> None:
+    def __init__(self, ended: Ended, memory: object) -> None:
         super().__init__(None)
         self.done = False
-        self.owned = work
+        self.ended = ended
         self.memory = memory
         """Kept alive while the library may write to it."""
 
@@ -100,11 +122,9 @@ class OwnedGroup:
     """One process group and the thread that owns it.
 
     Args:
-        make: builds the group, on the owner's thread.
-        first: starts the collective that connects the group, on the owner's thread.
+        library: makes the group, and follows its collectives.
+        store, rank, world: of the group.
         failed: called with the reason when the library reports an error; on any thread, must not block.
-        name: of the thread.
-        barrier: makes that before an abort, on the owner's thread.
 
     Attributes:
         gate: releases waiters.
@@ -112,26 +132,20 @@ class OwnedGroup:
     """
 
     def __init__(
-        self,
-        make: Callable[[], Any],
-        first: Callable[[Any], GroupWork],
-        failed: Callable[[str], None],
-        name: str,
-        barrier: Callable[[], AbortBarrier],
+        self, library: Library, store: dist.Store, rank: int, world: int, failed: Callable[[str], None]
     ) -> None:
         self.gate = Gate()
         self.fatal: Exception | None = None
-        self._make = make
-        self._first = first
+        self._library = library
+        self._place = (store, rank, world)
         self._failed = failed
-        self._make_barrier = barrier
         self._barrier: AbortBarrier | None = None
         self._group: Any = None
         self._connected = False
         self._enqueuing = threading.Lock()
         self._on_the_way: list[OwnedHandle] = []
         self._released = threading.Event()
-        self._thread = start_owner(self._run, name)
+        self._thread = start_owner(self._run, f"unicron-nccl-{rank}")
 
     def wait_connected(self, look: Callable[[], str | None]) -> None:
         """Wait until the group is connected.
@@ -147,7 +161,7 @@ class OwnedGroup:
                 self.abort(reason)
         self._check()
 
-    def enqueue(self, begin: Callable[[Any], GroupWork], memory: object) -> OwnedHandle:
+    def enqueue(self, begin: Callable[[Any], Any], memory: object) -> OwnedHandle:
         """Start a collective of tensors in ``memory``.
 
         Raises:
@@ -166,9 +180,9 @@ class OwnedGroup:
             self.gate.condition.notify_all()
         return handle
 
-    def _begin(self, begin: Callable[[Any], GroupWork], memory: object) -> OwnedHandle:
+    def _begin(self, begin: Callable[[Any], Any], memory: object) -> OwnedHandle:
         try:
-            return OwnedHandle(begin(self._group), memory)
+            return OwnedHandle(self._library.mark(begin(self._group)), memory)
         except RuntimeError as error:
             self._fail(error)
             self._check()
@@ -204,11 +218,11 @@ class OwnedGroup:
         self.gate.check()
 
     def _fail(self, error: Exception) -> None:
-        reason = (str(error) or repr(error)).splitlines()[0][:200]
+        reason = reason_of(error)
         if self.gate.reason is None:
             if SHARED_DEVICE in str(error):
                 self.fatal = ConfigError(f"{_text(error)}: expected one worker per GPU")
-            elif isinstance(error, RuntimeError) and is_sticky(reason):
+            elif isinstance(error, RuntimeError) and is_sticky(str(error)):
                 self.fatal = error
         self.gate.shut(reason)
         self._failed(reason)
@@ -216,39 +230,40 @@ class OwnedGroup:
     def _run(self) -> None:
         group: Any = None
         try:
-            barrier = self._barrier = self._make_barrier()
-            group = self._group = self._make()
-            work = self._first(group)
-            while self.gate.reason is None and not work.is_completed():
-                self.gate.wait_for(lambda: False, POLL_SECONDS)
+            barrier = self._barrier = AbortBarrier(*self._place)
+            group = self._group = self._library.make(*self._place)
+            first = OwnedHandle(self._library.connect(group), None)
+            self._on_the_way = [first]
+            self._serve(group, lambda: first.done)
             if self.gate.reason is None:
-                work.wait()
                 barrier.meet()
                 with self.gate.condition:
                     self._connected = True
                     self.gate.condition.notify_all()
-                self._serve()
+                self._serve(group, lambda: False)
         except (RuntimeError, OSError) as error:
             self._fail(error)
         self._end(group)
 
-    def _serve(self) -> None:
-        """Until the abort: detect the ends of collectives."""
-        while self.gate.reason is None:
+    def _serve(self, group: Any, over: Callable[[], bool]) -> None:
+        """Until the abort, or until it is over: detect the ends of collectives, and errors of the library."""
+        looked = time.monotonic()
+        while self.gate.reason is None and not over():
             with self.gate.condition:
                 waiting = list(self._on_the_way)
                 if not waiting:
                     self.gate.condition.wait_for(lambda: self._on_the_way or self.gate.reason is not None)
                     continue
-            ended = [handle for handle in waiting if handle.owned.is_completed()]
-            if not ended:
-                self.gate.wait_for(lambda: False, POLL_SECONDS)
+            if ended := [handle for handle in waiting if handle.ended()]:
+                with self.gate.condition:
+                    self._end_waits(ended)
+                    self.gate.condition.notify_all()
                 continue
-            for handle in ended:
-                handle.owned.wait()
-            with self.gate.condition:
-                self._end_waits(ended)
-                self.gate.condition.notify_all()
+            if time.monotonic() > looked + LOOK_SECONDS:
+                if (error := self._library.error(group)) is not None:
+                    raise RuntimeError(error)
+                looked = time.monotonic()
+            self.gate.wait_for(lambda: False, POLL_SECONDS)
 
     def _end_waits(self, ended: list[OwnedHandle]) -> None:
         """Let their waiters continue, unless this group is being aborted. They may lack data if another rank has
@@ -275,6 +290,8 @@ class OwnedGroup:
             if entered:
                 self._enqueuing.release()
             self._released.set()
+        if entered:  # else a thread may still start a collective
+            self._library.close()
 
 
 def _text(error: Exception) -> str:
@@ -282,10 +299,23 @@ def _text(error: Exception) -> str:
     return next(line.strip() for line in str(error).splitlines() if SHARED_DEVICE in line)[:200]
 
 
-def is_sticky(reason: str) -> bool:
+def reason_of(error: Exception) -> str:
+    """Return the line of an error that states its cause."""
+    if is_out_of_memory(str(error)):
+        return "NCCL: the device is out of memory"
+    return (str(error) or repr(error)).splitlines()[0][:200]
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Whether the accelerator lacked memory. NCCL calls that an unhandled CUDA error, but the process can continue."""
+    return "out of memory" in text.lower()
+
+
+def is_sticky(text: str) -> bool:
     """Whether an error message reports an accelerator error, after which the process cannot use the accelerator."""
-    lowered = reason.lower()
-    return "cuda error" in lowered or "unhandledcudaerror" in lowered or "unhandled cuda error" in lowered
+    lowered = text.lower()
+    names = ("cuda error", "unhandledcudaerror", "unhandled cuda error")
+    return any(name in lowered for name in names) and not is_out_of_memory(text)
 
 
 def abort_logged(group: Any) -> None:
