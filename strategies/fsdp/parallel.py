@@ -28,7 +28,7 @@ from unicron_lightning.fsdp.accelerator import accelerator_for
 from unicron_lightning.fsdp.checks import check_sharded_optimizer
 from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.holder import ShardHolder
-from unicron_lightning.fsdp.mesh import ReplicaMesh, ShardGroup, check_torch, sum_gradients
+from unicron_lightning.fsdp.mesh import ReplicaMesh, ShardGroup, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.fsdp.rows import number_of_rows
 from unicron_lightning.replica.member import ReplicaMember
@@ -251,7 +251,6 @@ class FsdpParallel(Parallelism):
     # ---- a run's start
 
     def check(self, trainer: pl.Trainer) -> None:
-        check_torch()
         check_sharded_trainer(trainer, offloads=self._sharding.cpu_offload)
         if trainer.state.fn == TrainerFn.FITTING:
             self.checkpoints.check_fit()

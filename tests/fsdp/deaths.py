@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from worker.simulation import SECONDS, Coordinator, Killed, TaskIsOver, run_threads
 
 from unicron_lightning import wire
+from unicron_lightning.fsdp import mesh
 from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard
@@ -220,10 +221,10 @@ class Worker:
     def _build(self) -> Net:
         net = network(tied=self.task.drawn.tied)
         group = Pointed(self.fabric.own_shard, SHARDS)
-        mesh = shard_mesh(group, CPU)
+        shards = shard_mesh(group, CPU)
         for block in net.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(net, mesh=mesh)
+            fully_shard(block, mesh=shards)
+        fully_shard(net, mesh=shards)
         sum_gradients(net)
         for layer in net.layers():
             layer.register_forward_hook(self._passes)
@@ -364,11 +365,17 @@ def draw(seed: int, points: int = POINTS) -> Deaths:
     )
 
 
-def histories(rank: int, world: int, folder: Path, chosen: list[dict[str, Any]], seeds: list[int]) -> list[int]:
-    """[a scenario of a world of one] Check some deaths, and draws; return the numbers of points without deaths."""
-    for each in [*(Deaths(**each) for each in chosen), *map(draw, seeds)]:
-        check(each)
-    return sorted(set(check(Deaths(replicas=2, tied=False)).points.values()))
+def histories(
+    rank: int, world: int, folder: Path, chosen: list[dict[str, Any]], seeds: list[int], own: bool = False
+) -> list[int]:
+    """[a scenario of a world of one] Check some deaths, and draws; return the numbers of points without deaths.
+
+    With ``own`` FSDP2 is reset as under a torch without `FSDPModule.reset_iter_state`.
+    """
+    with mock.patch.object(mesh, "_reset", mesh.reset_iter_state if own else mesh._reset):
+        for each in [*(Deaths(**each) for each in chosen), *map(draw, seeds)]:
+            check(each)
+        return sorted(set(check(Deaths(replicas=2, tied=False)).points.values()))
 
 
 def struck(rank: int, world: int, folder: Path, replicas: int, at: Any, after: Any) -> list[list[int]]:

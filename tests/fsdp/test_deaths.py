@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from fsdp.deaths import POINTS
 from lightning.pytorch.plugins.precision import Precision
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 
 if TYPE_CHECKING:
     from worlds.client import Worlds
@@ -31,8 +34,10 @@ AT_THE_END = [
 """A spare takes its shard's state at the end, or dies then, as the worker that sends it does."""
 
 
-def test_no_micro_batch_counts_twice(worlds: Worlds, tmp_path: Path) -> None:
-    assert worlds.run("deaths:histories", 1, tmp_path, chosen=TWICE, seeds=[]) == [[POINTS]]
+@pytest.mark.parametrize("own", [False, True])
+def test_no_micro_batch_counts_twice(worlds: Worlds, tmp_path: Path, own: bool) -> None:
+    """With torch's reset of FSDP2, and with that for torch 2.11 and 2.12."""
+    assert worlds.run("deaths:histories", 1, tmp_path, chosen=TWICE, seeds=[], own=own) == [[POINTS]]
 
 
 def test_spares_end_with_the_state_of_their_shard(worlds: Worlds, tmp_path: Path) -> None:
@@ -74,10 +79,33 @@ def test_many_random_deaths(worlds: Worlds, tmp_path: Path, first: int) -> None:
     worlds.run("deaths:histories", 1, tmp_path, chosen=[], seeds=list(range(first, first + 60)))
 
 
+GROUP = (
+    *("fsdp_params", "_all_gather_result", "_all_reduce_state", "_partial_reduce_output", "_post_forward_indices"),
+    *("_post_reduce_event", "_reshard_after_forward_event", "_training_state"),
+    *("def _to_sharded(", "def _wait_all_gather_streams_on_event("),
+)
+SHARED = ("all_states", "iter_forward_root", "post_backward_final_callback_queued")
+STATE = ("_comm_ctx", "_device_handle", "_is_root", "_modules_to_run_forward", "_state_ctx", "_training_state")
+PARAMETER = ("_unsharded_param", "unsharded_accumulated_grad", "grad_offload_event")
+NAMES = {
+    "2.11": ((*STATE, "_fsdp_param_group: "), ("all_gather_state", "reduce_scatter_state: ", "post_forward_order")),
+    "2.12": ((*STATE, "_fsdp_param_groups"), ("all_gather_state", "reduce_scatter_states", "post_forward_order")),
+    "2.13": ((*STATE, "_fsdp_param_groups"), ("all_gather_state", "reduce_scatter_states", "post_forward_order")),
+}
+"""By torch's minor version: of the state of a module, and of what all of them share in communication."""
+
+
 def test_torch_has_the_names_that_a_reset_clears() -> None:
-    cleared = inspect.getsource(FSDPParam)
-    assert all(name in cleared for name in ("_unsharded_param", "unsharded_accumulated_grad", "grad_offload_event"))
-    assert "_fsdp_param_groups" in inspect.getsource(FSDPState)
+    minor = ".".join(torch.__version__.split(".")[:2])
+    assert minor in NAMES, "read how this version resets FSDP2, and add its names"
+    state, context = NAMES[minor]
+    for owner, names in (
+        *((FSDPState, state), (FSDPCommContext, context), (FSDPStateContext, SHARED)),
+        *((FSDPParamGroup, GROUP), (FSDPParam, PARAMETER)),
+    ):
+        source = inspect.getsource(owner)
+        assert [name for name in names if name not in source] == [], owner
+    assert hasattr(FSDPModule, "reset_iter_state") == (minor not in ("2.11", "2.12"))
 
 
 def test_lightning_has_the_name_after_which_a_spare_keeps_its_state() -> None:

@@ -8,7 +8,7 @@ this module.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.channels import ProcessGroup
 
 SHARDS = "data_parallel"
@@ -134,19 +133,6 @@ class ReplicaMesh:
         return self.shards if name == SHARDS else self._slices
 
 
-def check_torch() -> None:
-    """Check that FSDP2 can be used again after an exception in a forward or backward.
-
-    Raises:
-        ConfigError: this version of torch cannot.
-    """
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        raise ConfigError(
-            f"torch {torch.__version__} cannot continue with an FSDP2 model after a failure in a backward; expected a "
-            "version with FSDPModule.reset_iter_state, such as 2.13"
-        )
-
-
 def reset_after_exception(module: nn.Module) -> None:
     """Give sharded modules their sharded parameters back after an exception in a forward or backward.
 
@@ -155,20 +141,73 @@ def reset_after_exception(module: nn.Module) -> None:
     """
     for each in module.modules():
         if isinstance(each, FSDPModule) and each._get_fsdp_state()._is_root:  # known from the first forward on
-            each.reset_iter_state()
-    for parameter in _fsdp_parameters(module):
-        if (whole := getattr(parameter, "_unsharded_param", None)) is not None:  # there from the first gather on
-            whole.grad = None
-        parameter.unsharded_accumulated_grad = None
-        parameter.grad_offload_event = None
-
-
-def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
-    """FSDP2's record of each sharded parameter."""
+            _reset(each)
     for each in module.modules():
-        if isinstance(each, FSDPModule):
-            for group in each._get_fsdp_state()._fsdp_param_groups:
-                yield from group.fsdp_params
+        for group in _groups_of(each._get_fsdp_state()) if isinstance(each, FSDPModule) else ():
+            for parameter in group.fsdp_params:
+                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:  # from the first gather on
+                    whole.grad = None
+                parameter.unsharded_accumulated_grad = None
+                parameter.grad_offload_event = None
+
+
+def _groups_of(state: Any) -> Sequence[Any]:
+    """FSDP2's groups of a module's parameters; torch 2.11 has at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: Sequence[Any] = state._fsdp_param_groups
+        return groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def reset_iter_state(module: FSDPModule) -> None:
+    """Do what torch's method of this name does from 2.13 on; for torch 2.11 and 2.12.
+
+    Args:
+        module: the outermost sharded one, which has run.
+    """
+    state: Any = module._get_fsdp_state()
+    context, shared, idle = state._comm_ctx, state._state_ctx, type(state._training_state).IDLE
+    stream = state._device_handle.current_stream()
+    events = [] if context.all_gather_state is None else [context.all_gather_state.event]
+    context.all_gather_state = None
+    if hasattr(context, "reduce_scatter_states"):
+        events += [each.event for each in context.reduce_scatter_states]
+        context.reduce_scatter_states.clear()
+    elif context.reduce_scatter_state is not None:  # torch 2.11
+        events.append(context.reduce_scatter_state.event)
+        context.reduce_scatter_state = None
+    context.post_forward_order.clear()
+    for each in shared.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = idle
+        for group in _groups_of(each):
+            events += _reset_group(group)
+            group._training_state = idle
+            group._to_sharded()
+    for event in events:
+        if event is not None:
+            stream.wait_event(event)
+    shared.iter_forward_root, shared.post_backward_final_callback_queued = None, False
+
+
+def _reset_group(group: Any) -> list[Any]:
+    """Forget a group's collectives of an interrupted micro-batch; return the events that they end with."""
+    events, gathered, summed = [group._post_reduce_event], group._all_gather_result, group._all_reduce_state
+    if gathered is not None:
+        events.append(gathered.all_gather_event)
+        if isinstance(gathered.all_gather_work, dist.Work):
+            gathered.all_gather_work.wait()
+    if summed is not None:
+        events.append(summed.event)
+    if group._reshard_after_forward_event is not None:
+        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+    group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+    group._reshard_after_forward_event = group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    return events
+
+
+_reset: Callable[[FSDPModule], None] = getattr(FSDPModule, "reset_iter_state", reset_iter_state)
 
 
 def reshard(module: nn.Module) -> None:

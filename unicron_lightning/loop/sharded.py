@@ -31,7 +31,7 @@ from unicron_lightning.fsdp.folder import load_optimizer, load_parameters, whole
 from unicron_lightning.fsdp.gradients import clip_shards
 from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.holder import ShardHolder
-from unicron_lightning.fsdp.mesh import check_torch, reshard, shard_mesh, sum_gradients
+from unicron_lightning.fsdp.mesh import reshard, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard, optimizer_shard
 from unicron_lightning.fsdp.rows import StepRows, number_of_rows
 from unicron_lightning.loop.evaluation import LoopEvaluation, encode_values
@@ -70,7 +70,7 @@ class ShardedModels(WholeModels):
         refusal: message of the `ConfigError` that a backward raises now; empty: none is raised.
 
     Raises:
-        ConfigError: this version of torch, or the device, is not supported.
+        ConfigError: the device is not supported.
     """
 
     registered: ShardedObjects
@@ -78,7 +78,6 @@ class ShardedModels(WholeModels):
 
     def __init__(self, run: Run, size: int) -> None:
         super().__init__(run)
-        check_torch()
         check_device(run.device)
         self._size = size if environ.under_agent() else 1
         self._micro_batches = 0
