@@ -11,7 +11,7 @@ step.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -53,6 +53,7 @@ from unicron_lightning.worker.comparison import Comparison
 from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.reporting import StepReports
+from unicron_lightning.worker.reproducible import announced, use_deterministic_kernels
 from unicron_lightning.worker.session import Session
 from unicron_lightning.worker.sums import LogCall, SumsLayout
 
@@ -66,10 +67,12 @@ class FaultTolerantStrategy(CollectingStrategy):
         parallelism: made from this strategy.
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes.
         compare: workers are compared when the task begins and at each join; see `state.comparison`.
+        reproducible: sums do not depend on the workers; see `worker.reproducible`.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
 
     Attributes:
         strategy_name: of ``Trainer(strategy=...)``.
+        reproducible: as above.
         num_nodes: of the declared world; set by Lightning from ``Trainer(num_nodes=...)``.
         parallelism: how the workers hold the model and run its steps.
         agreed: what the members know of each step's sums.
@@ -85,8 +88,12 @@ class FaultTolerantStrategy(CollectingStrategy):
     strategy_name: str
     parallelism: Parallelism
 
-    def __init__(self, *, num_micro_batches: int | None, compare: bool, **lightning: Any) -> None:
+    def __init__(
+        self, *, num_micro_batches: int | None, compare: bool, reproducible: bool = False, **lightning: Any
+    ) -> None:
         super().__init__(**lightning)
+        self.reproducible = reproducible
+        self._undo_kernels: Callable[[], None] | None = None
         self.num_nodes = 1
         self.seed = 0
         self.agreed = SumsLayout()
@@ -192,6 +199,8 @@ class FaultTolerantStrategy(CollectingStrategy):
     def _end_training(self) -> None:
         self.parallelism.finish()
         self.await_rows()
+        if self.reproducible and (found := self.parallelism.digest()) and self.is_global_zero:
+            say(self.trainer, f"reproducible: digest {found} of the parameters, step {self.trainer.global_step}")
 
     def await_rows(self) -> None:
         """Wait until rank 0 has written its rows of the steps that are done: if it has died, another rank does."""
@@ -254,6 +263,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         parallelism.evaluation.begin_run(trainer)
         super().setup(trainer)
         if fitting:
+            if self.reproducible:
+                self._begin_reproducible()
             parallelism.built()
             session.fits += 1
             self.reported.fit = session.fits
@@ -283,6 +294,12 @@ class FaultTolerantStrategy(CollectingStrategy):
             self._membership.resume(trainer)
         elif self.engine.world.size > 1 and self.collectives.starting:
             join_state.share_versions(trainer, self.engine)
+
+    def _begin_reproducible(self) -> None:
+        if self._undo_kernels is None:
+            self._undo_kernels = use_deterministic_kernels()
+        if self.is_global_zero and not self.session.is_joiner:
+            say(self.trainer, announced(self.root_device))
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -505,6 +522,9 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._undo_kernels is not None:
+            self._undo_kernels()
+            self._undo_kernels = None
         if self._session is not None:
             if not self._broken_off:
                 self._membership.end_run(self.trainer)

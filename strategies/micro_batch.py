@@ -38,7 +38,7 @@ class MicroBatches:
     Args:
         strategy: provides module, seed, device and precision.
         batch: locates the samples.
-        take: takes one micro-batch's loss (None: it is skipped) and logged values.
+        take: takes one micro-batch's loss (None: it is skipped), logged values, and number.
         effects: receive the other changes.
         takes_index: whether the module's ``training_step`` takes the batch index.
         skips: whether it may return None.
@@ -48,7 +48,7 @@ class MicroBatches:
         self,
         strategy: FaultTolerantStrategy,
         batch: GlobalBatch,
-        take: Callable[[Tensor | None, Sequence[LogCall]], None],
+        take: Callable[[Tensor | None, Sequence[LogCall], int], None],
         effects: Effects,
         *,
         takes_index: bool,
@@ -95,7 +95,7 @@ class MicroBatches:
                     scaled = self._scaler.scale(scaled)
                 plugin.backward(scaled, module, strategy.optimizers[0])
         if counts:
-            self._take(loss, calls)
+            self._take(loss, calls, micro_batch)
         self._effects.finish_micro_batch(micro_batch if counts else UNCOUNTED)
         if counts:
             self._batch.finished(micro_batch)
@@ -106,7 +106,7 @@ class MicroBatches:
         _warnings.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         self._effects.start_micro_batch()
         if counts:
-            self._take(None, ())
+            self._take(None, (), micro_batch)
         self._effects.finish_micro_batch(micro_batch)
         self._batch.finished(micro_batch)
         self._last_output = None

@@ -255,6 +255,10 @@ class Parallelism(ABC):
     def finish(self) -> None:  # noqa: B027
         """End the training of a ``fit``, before the hooks of its end."""
 
+    def digest(self) -> str:
+        """Return the digest of the whole model on all workers, which call it together; empty: there is none."""
+        return ""
+
     @abstractmethod
     def close(self) -> None:
         """End a run."""

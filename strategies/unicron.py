@@ -35,12 +35,13 @@ from unicron_lightning.worker.buckets import GradientBuckets, TrainedParameters
 from unicron_lightning.worker.comparison import Divergence, OnDivergence
 from unicron_lightning.worker.effects import Effects
 from unicron_lightning.worker.engine import World
+from unicron_lightning.worker.exact_sums import ExactGradients, step_sums
 from unicron_lightning.worker.model_state import share_initial
 from unicron_lightning.worker.reporting import balance_of
+from unicron_lightning.worker.reproducible import digest_of
 from unicron_lightning.worker.rows import Balance, shares_of
 from unicron_lightning.worker.session import Session
 from unicron_lightning.worker.step import GradientStep
-from unicron_lightning.worker.sums import StepSums
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -116,6 +117,9 @@ class DataParallel(Parallelism):
         if self.manual is not None:
             self.manual.arrive()
 
+    def digest(self) -> str:
+        return digest_of(self._strategy.module.state_dict())
+
     def close(self) -> None:
         self.steps.close()
 
@@ -127,17 +131,26 @@ class WholeModelSteps:
         strategy: the strategy that they belong to.
         bucket_bytes: size of a gradient bucket.
         overlap: start reductions during the last micro-batch's backward.
+        reproducible: sums are exact.
         divergence: compares the workers' states.
 
     Attributes:
         divergence: as above.
+        kind: class of the gradients' buckets.
         balance: shares of the ranks by speed; None: equal ones.
         manual: runs the steps instead, if the module optimizes manually.
     """
 
     def __init__(
-        self, strategy: FaultTolerantStrategy, bucket_bytes: int, divergence: Divergence, *, overlap: bool
+        self,
+        strategy: FaultTolerantStrategy,
+        bucket_bytes: int,
+        divergence: Divergence,
+        *,
+        overlap: bool,
+        reproducible: bool,
     ) -> None:
+        self.kind = ExactGradients if reproducible else GradientBuckets
         self.balance: Balance | None = None
         self.manual: ManualSteps | None = None
         self._strategy = strategy
@@ -156,12 +169,12 @@ class WholeModelSteps:
     def begin_fit(self, balance: Balance | None) -> None:
         """Begin with a complete model, of which the optimizers know."""
         strategy = self._strategy
-        self._effects = Effects(strategy.module, StepMetrics(strategy.module), frozen=True)
+        self._effects = Effects(strategy.module, StepMetrics(strategy.module), frozen=True, exact=strategy.reproducible)
         self.balance = balance
         self._watched = is_overridden("optimizer_zero_grad", strategy.module)
         if not strategy.module.automatic_optimization:
             options = (self._bucket_bytes, self.divergence, self._effects)
-            self.manual = ManualSteps(strategy, *options, overlap=self._overlap)
+            self.manual = ManualSteps(strategy, *options, kind=self.kind, overlap=self._overlap)
 
     def unsteady(self) -> Iterable[Tensor]:
         """Return what the effects of micro-batches, and their end, write to."""
@@ -180,7 +193,8 @@ class WholeModelSteps:
         self._follows = self._watched and any(gradients.used)
         gradients.begin()
         effects.begin(batch.micro_batches[0], strategy.agreed, anew=batch.step == 0)
-        sums = StepSums(strategy.agreed, effects.norms, effects.buffers, gradients, effects.metrics)
+        parts = (effects.norms, effects.buffers, gradients, effects.metrics)
+        sums = step_sums(strategy.agreed, *parts, batch.micro_batches)
         micro_batches = MicroBatches(strategy, batch, sums.add, effects, takes_index=bool(where), skips=True)
         digest = self.divergence.digest(engine, module, strategy.optimizers, partial(further_state, strategy.trainer))
         operation = GradientStep(
@@ -222,7 +236,7 @@ class WholeModelSteps:
         if self._gradients is None or not self._gradients.matches([p for _, p in named]):
             if self._gradients is not None:
                 self._gradients.close()
-            self._gradients = GradientBuckets(named, self._bucket_bytes, self._overlap)
+            self._gradients = self.kind(named, self._bucket_bytes, self._overlap)
         return self._gradients
 
 
@@ -243,6 +257,8 @@ class UnicronStrategy(FaultTolerantStrategy):
             in the commit; in the first step with a joiner all of their state is compared. 0: never.
         on_divergence: ``heal`` replaces workers whose parameters differ from most, ``stop`` ends the task; see
             `divergence`.
+        reproducible: parameters, states, logged values and checkpoints have the same bits for any failures, joins and
+            stragglers, and any number of workers of one kind; see docs/protocol.md.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
 
     Raises:
@@ -265,10 +281,12 @@ class UnicronStrategy(FaultTolerantStrategy):
         compare: bool = True,
         digest_every: int = 100,
         on_divergence: OnDivergence = "heal",
+        reproducible: bool = False,
     ) -> None:
         super().__init__(
             num_micro_batches=num_micro_batches,
             compare=compare,
+            reproducible=reproducible,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             checkpoint_io=checkpoint_io,
@@ -276,8 +294,11 @@ class UnicronStrategy(FaultTolerantStrategy):
         )
         if bucket_mib <= 0:
             raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
+        if reproducible and not compare:
+            raise ConfigError("reproducible=True with compare=False: workers of different kinds would not be found")
         divergence = Divergence(digest_every, on_divergence)
-        steps = WholeModelSteps(self, int(bucket_mib * _MIB), divergence, overlap=overlap)
+        options = (int(bucket_mib * _MIB), divergence)
+        steps = WholeModelSteps(self, *options, overlap=overlap, reproducible=reproducible)
         self.parallelism = DataParallel(self, steps, rebalance=rebalance)
 
 

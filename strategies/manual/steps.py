@@ -45,6 +45,7 @@ from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.effects import Effects
 from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.exact_sums import step_sums
 from unicron_lightning.worker.module_buffers import ModuleBuffers
 from unicron_lightning.worker.rows import plan_rows
 from unicron_lightning.worker.step import GradientStep, Sums
@@ -212,6 +213,7 @@ class ManualSteps:
         overlap: start reductions during the last micro-batch's backward.
         divergence: compares the workers' states.
         effects: changes of micro-batches beside gradients.
+        kind: class of the gradients' buckets.
     """
 
     def __init__(
@@ -221,10 +223,11 @@ class ManualSteps:
         divergence: Divergence,
         effects: Effects,
         *,
+        kind: type[GradientBuckets],
         overlap: bool,
     ) -> None:
         self._strategy = strategy
-        self._bucket_bytes, self._overlap = bucket_bytes, overlap
+        self._kind, self._bucket_bytes, self._overlap = kind, bucket_bytes, overlap
         self._divergence = divergence
         self._effects = effects
         named = list(strategy.module.named_parameters())
@@ -269,14 +272,18 @@ class ManualSteps:
     def state(self) -> dict[str, Any]:
         """Return the gradients that are kept between steps, and the agreed unused parameters, as plain data."""
         kept = {name: parameter.grad for name, parameter in self._named if parameter.grad is not None}
-        agreed = [[list(meeting.mask or ()), layout.unused] for meeting, layout in self._layouts.items()]
+        agreed = [
+            [list(meeting.mask or ()), layout.unused, *([layout.tops] if layout.tops else [])]
+            for meeting, layout in self._layouts.items()
+        ]
         return {"gradients": kept, "meetings": agreed}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take another worker's `state`; `arrive` follows, after Lightning has reset the gradients."""
         self._arriving = state["gradients"]
-        for mask, unused in state["meetings"]:
-            self._layout(MeetingPlace(mask=tuple(map(bool, mask)))).unused = list(unused)
+        for mask, unused, *tops in state["meetings"]:
+            layout = self._layout(MeetingPlace(mask=tuple(map(bool, mask))))
+            layout.unused, layout.tops = list(unused), dict(*tops)
 
     def arrive(self) -> None:
         """Set the gradients of a loaded state, before the first step."""
@@ -329,7 +336,7 @@ class ManualSteps:
         """Run all micro-batches' backwards of a meeting, and give each strand here the summed gradients."""
         gradients, layout = self._buckets_of(self._target), self._layout(self._target)
         self._put_aside(gradients, [None] * len(gradients.parameters))
-        sums = StepSums(layout, self._no_norms, self._no_buffers, gradients)
+        sums = step_sums(layout, self._no_norms, self._no_buffers, gradients, None, self._batch.micro_batches)
 
         def run(number: int) -> None:
             summed = self._put_back(gradients)
@@ -340,7 +347,7 @@ class ManualSteps:
             strand.advance()
             strand.meeting += 1
             assert strand.loss is not None
-            sums.add(strand.loss, ())
+            sums.add(strand.loss, (), number)
 
         finished = self._run(run, gradients, sums, NO_DIGEST).finished
         self._put_back(gradients)
@@ -364,13 +371,14 @@ class ManualSteps:
         """Bring all micro-batches to the end of ``training_step``, and commit their other effects."""
         strategy, effects, batch = self._strategy, self._effects, self._batch
         gradients = self._buckets_of(END)
-        sums = StepSums(strategy.agreed, effects.norms, effects.buffers, gradients, effects.metrics)
+        parts = (effects.norms, effects.buffers, gradients, effects.metrics)
+        sums = step_sums(strategy.agreed, *parts, batch.micro_batches)
 
         def run(number: int) -> None:
             strand = self._strand(number)
             self._bring(strand, END)
             assert strand.recording[2] is not None
-            sums.add(self._loss(strand), strand.recording[2])
+            sums.add(self._loss(strand), strand.recording[2], number)
             effects.finish_micro_batch(number)
             batch.finished(number)
             self._take_away()
@@ -533,7 +541,7 @@ class ManualSteps:
         if buckets is None:
             needed = zip(self._named, meeting.mask or [False] * len(self._named), strict=True)
             named = [each for each, is_needed in needed if is_needed]
-            buckets = self._buckets[meeting] = GradientBuckets(named, self._bucket_bytes, self._overlap)
+            buckets = self._buckets[meeting] = self._kind(named, self._bucket_bytes, self._overlap)
         return buckets
 
     def _layout(self, meeting: MeetingPlace) -> SumsLayout:

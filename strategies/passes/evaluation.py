@@ -56,6 +56,8 @@ class _Pass:
         self.current: int | None = None
         self.calls: dict[int, list[LogCall]] = {}
         self.common: dict[str, MetricState] | None = None
+        self.metrics: StepMetrics | None = None
+        """Records the states of metric objects by batch; None: those of this rank are kept."""
         self.seen = loop._seen_batches_per_dataloader[index or 0]
 
 
@@ -70,8 +72,10 @@ class Passes:
         self._strategy = strategy
         self._pass: _Pass | None = None
         self._buffers: EvaluationBuffers | None = None
-        self._number = 0
-        """Number of the present batch in its pass."""
+        self._number = self._index = 0
+        """Number of the present batch in its pass, and of its loader."""
+        self._metrics: StepMetrics | None = None
+        """`_Pass.metrics` of the present pass."""
 
     def begin_run(self, trainer: pl.Trainer) -> None:
         self._pass = None
@@ -98,14 +102,19 @@ class Passes:
         """Run a batch, with random numbers that depend on its place only, whichever rank runs it."""
         self._engine.fault("validation", self._engine.step)
         epoch: Any = self._trainer.fit_loop.epoch_progress.current
-        loader = 0 if self._pass is None else self._pass.index or 0
         if self._pass is not None:
             self._set_aside(self._pass)
         if self._buffers is None:
             self._buffers = EvaluationBuffers(self._strategy.module)
+        if self._metrics is not None:
+            self._metrics.start_micro_batch()
+        place = (RandomPurpose.EVALUATION, epoch.processed, self._index, self._number)
         try:
-            with seeded(self._strategy.seed, RandomPurpose.EVALUATION, epoch.processed, loader, self._number):
-                return run()
+            with seeded(self._strategy.seed, *place):
+                output = run()
+            if self._metrics is not None:
+                self._metrics.finish_micro_batch(self._number)
+            return output
         finally:
             self._buffers.undo()
 
@@ -132,10 +141,15 @@ class Passes:
         place, most = next((i, most) for i, (other, most) in enumerate(loaders) if other is loader)
         epoch: Any = self._trainer.fit_loop.epoch_progress.current
         loader.begin(epoch.processed, most)  # shuffled as Lightning's samplers
+        self._index, self._metrics = 0, None
         planned = iter(loader.todo(self._engine.reports, self._engine.world.rank))
         if self._trainer.sanity_checking:  # Lightning discards its results: each rank evaluates alone
             return planned
         self._pass = _Pass(loop, loader, place if len(loaders) > 1 else None)
+        self._index = self._pass.index or 0
+        if self._strategy.reproducible:
+            self._metrics = self._pass.metrics = StepMetrics(self._strategy.module)
+            self._metrics.begin()
         first = list(islice(planned, 1))
         if not first and len(loaders) > 1:
             # Lightning detects the loader's change by its first batch, which this rank doesn't have.
@@ -183,7 +197,7 @@ class Passes:
             encoded = [_encode(current, module)]
         loader.end()
         parts = [codec.decode(part) for part in encoded]
-        merge_metric_states(module, common, [part["metrics"] for part in parts])
+        merge_metric_states(module, common, _states(current, [part["metrics"] for part in parts]))
         calls: dict[int, list[Any]] = {}
         for part in parts:
             for number, batch_calls in part["calls"].items():
@@ -277,7 +291,18 @@ def evaluates(trainer: pl.Trainer) -> str | None:
 def _encode(current: _Pass, module: torch.nn.Module) -> bytes:
     batches = sorted(number for number in current.loader.finished if number < ENDS)
     calls = {number: [call.plain() for call in current.calls.get(number, [])] for number in batches}
-    return codec.encode({"calls": calls, "metrics": StepMetrics(module).states()})
+    if current.metrics is None:
+        return codec.encode({"calls": calls, "metrics": StepMetrics(module).states()})
+    recorded = {number: states for number, states in current.metrics.recorded.items() if number in calls}
+    return codec.encode({"calls": calls, "metrics": recorded})
+
+
+def _states(current: _Pass, parts: Sequence[Mapping[Any, Any]]) -> Sequence[Mapping[str, MetricState]]:
+    """Return the states of metric objects in the order in which they are merged: of ranks, or of batches."""
+    if current.metrics is None:
+        return parts
+    by_batch = {number: states for part in parts for number, states in part.items()}
+    return [by_batch[number] for number in sorted(by_batch)]
 
 
 class GlobalPasses(ABC):

@@ -16,11 +16,12 @@ from unicron_lightning.worker.agreement import (
     part_of,
 )
 from unicron_lightning.worker.comparison import comparable, describe_optimizer, plain_text, shared_state
+from unicron_lightning.worker.reproducible import conditions
 
 
 def describe_model(trainer: pl.Trainer) -> dict[str, str]:
     """Describe the model when the optimizers exist and before anything is restored."""
-    module = trainer.lightning_module
+    module, strategy = trainer.lightning_module, trainer.strategy
     named = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     versions = (torch.__version__, pl.__version__, __version__)
@@ -35,6 +36,7 @@ def describe_model(trainer: pl.Trainer) -> dict[str, str]:
             for config in trainer.lr_scheduler_configs
         ),
         "hparams": plain_text(dict(module.hparams)),
+        **(conditions(strategy.root_device) if getattr(strategy, "reproducible", False) else {}),
     }
 
 

@@ -113,6 +113,7 @@ class Script:
         reload: whether a data module gives the data again in each epoch.
         metric: whether a torchmetrics metric is logged.
         after: whether a validation follows the fits.
+        reproducible: whether the strategy is, so that all bits must be equal.
     """
 
     strategy: str = "unicron"
@@ -146,6 +147,7 @@ class Script:
     reload: bool = False
     metric: bool = False
     after: bool = False
+    reproducible: bool = False
 
     @property
     def double(self) -> bool:
@@ -194,6 +196,14 @@ class Case:
     least: int = 1
     plain: bool = False
     planted: str = ""
+
+    def made_exact(self) -> Case:
+        """Return the case whose worlds must have the bits of one process; those of a shard depend on their number."""
+        sharded = self.script.strategy == "unicron_fsdp"
+        script = replace(self.script, reproducible=True, shard_size=1)
+        script = replace(script, workers=min(script.workers, 3)) if sharded else script
+        rest = min(self.least, script.workers)
+        return replace(self, script=script, plain=False, least=rest)
 
     def text(self) -> str:
         """Return the case as a line of JSON, without defaults."""

@@ -10,10 +10,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.fsdp import folder, model
+from unicron_lightning.strategies import unicron
 from unicron_lightning.strategies.fsdp import checkpoints
 from unicron_lightning.strategies.membership import Membership
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.state import join_state
+from unicron_lightning.worker.buckets import GradientBuckets
 
 
 def start_hooks_repeated() -> None:
@@ -46,6 +48,11 @@ def optimizer_state_lost() -> None:
     """The optimizer's state of a checkpoint is not loaded by `unicron_fsdp`."""
     folder.load_optimizer_part = lambda *_: None  # type: ignore[assignment]
     checkpoints.load_optimizer = lambda *_, **__: None  # type: ignore[assignment]
+
+
+def additions_by_rank() -> None:
+    """Gradients are added as floats, in the order of ranks."""
+    unicron.ExactGradients = GradientBuckets  # type: ignore[attr-defined,misc]
 
 
 def batches_counted_once() -> None:
@@ -85,6 +92,7 @@ FAULTS: Final[dict[str, Callable[[], None]]] = {
         start_hooks_repeated,
         gradient_added_twice,
         optimizer_state_lost,
+        additions_by_rank,
         batches_counted_once,
         short_step_divided_by_whole,
         later_fit_resumed,

@@ -211,6 +211,8 @@ def _compared(case: Case, folder: Path, died: int, given: list[str], *, late: in
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("result-*.json"))]
     workers, faults = case.script.workers, []
     tolerance = TOLERANCE if case.script.double else TOLERANCE_FLOAT32
+    if case.script.reproducible:
+        tolerance = 0.0
     if not (results and workers - died - late - 2 * len(given) <= len(results) <= workers + 2 * len(given)):
         faults.append(f"{len(results)} results of {workers} workers, {died} deaths")
     expected = json.loads((folder / "alone" / "result.json").read_text())
@@ -240,7 +242,10 @@ def _last_error(path: Path) -> str:
 
 
 def differences(one: Any, other: Any, path: str = "", *, tolerance: float = TOLERANCE) -> Iterator[str]:
-    """Yield the places at which two results differ. A dict with a shard is compared with its part of a list."""
+    """Yield the places at which two results differ. A dict with a shard is compared with its part of a list.
+
+    With a tolerance of 0 all bits of numbers are compared.
+    """
     if isinstance(one, dict) and "shard" in one:
         parts = torch.tensor(other, dtype=torch.float64).chunk(one["of"])
         part = parts[one["shard"]].tolist() if one["shard"] < len(parts) else []
@@ -256,6 +261,8 @@ def differences(one: Any, other: Any, path: str = "", *, tolerance: float = TOLE
         yield f"{path}: {len(one)} in the world, {len(other)} alone; from {unequal}: {one[unequal:]}, {other[unequal:]}"
     elif isinstance(one, float) and isinstance(other, float):
         same = math.isclose(one, other, rel_tol=100 * tolerance, abs_tol=tolerance) or (one != one and other != other)
+        if tolerance == 0.0:
+            same = repr(one) == repr(other)
         if not same:
             yield f"{path}: {one!r} in the world, {other!r} alone"
     elif one != other:

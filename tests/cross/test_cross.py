@@ -54,6 +54,16 @@ KEPT = {
         "validation": "epoch"}, "strikes": [{"step": 8}], "plain": true}""",
 }
 """Cases near faults that there were, by what failed."""
+EXACT = {
+    "norms_and_logged_values": """{"script": {"norm": true, "dropout": true, "buffer": true, "metric": true,
+        "unused": true, "workers": 3, "clip": 0.5, "optimizer": "adamw", "validation": "epoch", "saves": "model",
+        "hooks": ["ema"]}, "strikes": [{"step": 2, "point": "within_backward"}, {"step": 5, "rank": 0}]}""",
+    "scaler": """{"script": {"scaler": true, "workers": 3, "accumulation": 2, "saves": "memory", "schedule": "plateau"},
+        "strikes": [{"step": 2, "point": "backward", "rank": 2}, {"step": 3, "rank": -1}]}""",
+    "manual": """{"script": {"optimizer": "manual", "data": "stream", "workers": 3, "samples": 29, "metric": true},
+        "strikes": [{"step": 3, "point": "backward", "rank": 0}, {"step": 6}]}""",
+}
+"""Cases whose worlds must have the bits of one process."""
 MEGATRON = {
     "pipelines": """{"script": {"strategy": "unicron_megatron", "shard_size": 2, "workers": 4, "tied": true,
         "schedule": "epoch", "validation": "epoch", "samples": 29, "accumulation": 2},
@@ -79,6 +89,7 @@ PLANTED = {
         "strikes": [{"point": "within_backward", "rank": 2}]}""",
     "optimizer_state_lost": """{"script": {"strategy": "unicron_fsdp", "optimizer": "adam", "saves": "model"},
         "strikes": [{"step": 7, "rank": -1}]}""",
+    "additions_by_rank": """{"script": {"workers": 3, "reproducible": true, "optimizer": "adam"}, "strikes": []}""",
     "batches_counted_once": """{"script": {"data": "budget", "samples": 29, "epochs": 3}, "strikes": []}""",
     "short_step_divided_by_whole": """{"script": {"samples": 29, "epochs": 1}, "strikes": [], "plain": true}""",
     "later_fit_resumed": """{"script": {"fits": 2, "trainers": 2, "saves": "model"},
@@ -120,6 +131,15 @@ def test_random_cases(seed: int, place: Site) -> None:
 @pytest.mark.parametrize("name", KEPT)
 def test_kept_cases(name: str, place: Site) -> None:
     verdict = run(place, name, Case.from_text(KEPT[name]))
+    assert verdict.faults == (), verdict.log
+    assert verdict.died >= 1
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_cases(name: str, place: Site) -> None:
+    verdict = run(place, f"exact_{name}", Case.from_text(EXACT[name]).made_exact())
     assert verdict.faults == (), verdict.log
     assert verdict.died >= 1
 

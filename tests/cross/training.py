@@ -24,7 +24,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from unicron_lightning import UnicronFSDPStrategy
+from unicron_lightning import UnicronFSDPStrategy, UnicronStrategy
 from unicron_lightning.callbacks import MemoryCheckpoint, UnicronCheckpoint
 
 OLD = "old.ckpt"
@@ -115,7 +115,7 @@ def _strategy(script: Script, *, plain: bool, alone: bool) -> Any:
     return (
         UnicronFSDPStrategy(shard_size=1 if alone else script.shard_size)
         if script.strategy == "unicron_fsdp"
-        else "unicron"
+        else UnicronStrategy(reproducible=script.reproducible)
     )
 
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.channels import ProcessGroup
 
 SHARDS = "data_parallel"

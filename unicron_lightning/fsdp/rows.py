@@ -87,7 +87,7 @@ class StepRows:
             if bucket is not None and counts:
                 self._row.norms = bucket.local.clone()
 
-    def add(self, loss: Tensor | None, calls: Sequence[LogCall]) -> None:
+    def add(self, loss: Tensor | None, calls: Sequence[LogCall], number: int) -> None:
         """Record the results of a micro-batch that counts."""
         assert loss is not None, "no micro-batch is skipped"
         self._row.results.append((loss.detach().clone(), calls))

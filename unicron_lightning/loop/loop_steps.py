@@ -265,7 +265,7 @@ class FunctionCalls:
         run: Run,
         batch: GlobalBatch,
         function: Callable[[Any], Any],
-        take: Callable[[Tensor, Sequence[LogCall]], None],
+        take: Callable[[Tensor, Sequence[LogCall], int], None],
         effects: Effects,
         gradients: Refusing,
         call: int,
@@ -294,7 +294,7 @@ class FunctionCalls:
             self._gradients.refusal = ""
             (scaled if self._scaler is None else self._scaler.scale(scaled)).backward()
         if counts:
-            self._take(loss, calls)
+            self._take(loss, calls, micro_batch)
         effects.finish_micro_batch(micro_batch if counts else UNCOUNTED)
         if counts and not self._call:  # it reads ahead in streams, whose ends are part of this call's commit
             self._batch.finished(micro_batch)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class GradientBucket(Bucket):
         self._views = _views_of(self.reduced, self._parameters)
 
     def views(self) -> Iterable[tuple[Parameter, Tensor]]:
-        """The parameters with their parts of ``reduced``."""
+        """The parameters with their summed gradients, parts of ``reduced``."""
         return zip(self._parameters, self._views, strict=True)
 
     def bind(self) -> None:
@@ -98,9 +98,12 @@ class GradientBuckets(OfProcess):
 
     Attributes:
         names, parameters: as above.
+        kind: class of the buckets.
         buckets: of the parameters.
         refusal: message of the `ConfigError` that a backward raises now; empty: none is raised.
     """
+
+    kind: ClassVar[type[GradientBucket]] = GradientBucket
 
     def __init__(self, parameters: Iterable[tuple[str, Parameter]], bucket_bytes: int, overlap: bool) -> None:
         named = list(parameters)
@@ -109,7 +112,7 @@ class GradientBuckets(OfProcess):
         self.refusal = ""
         self._overlap = overlap
         self._groups = _group(self.parameters[::-1], bucket_bytes)
-        self.buckets = [GradientBucket(group) for group in self._groups]
+        self.buckets = [self.kind(group) for group in self._groups]
         self._pending: list[int] = []
         self._launch: Callable[[int], None] | None = None
         self._order: Sequence[int] = ()
@@ -136,6 +139,9 @@ class GradientBuckets(OfProcess):
         """Start a step: discard all gradients."""
         for parameter in self.parameters:
             parameter.grad = None
+
+    def take(self) -> None:
+        """End a micro-batch: add its gradients to the sums, unless autograd does."""
 
     def arm(self, order: Sequence[int], launch: Callable[[int], None]) -> None:
         """Until `finish`, call ``launch(k)`` for the buckets of ``order``, in that order, as backward completes them.

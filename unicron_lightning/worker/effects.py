@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from unicron_lightning.worker.exact_sums import ExactStatistics
 from unicron_lightning.worker.module_buffers import ModuleBuffers, check_registered
 from unicron_lightning.worker.sums import MetricRecords, NormStatistics, SumsLayout
 
@@ -48,14 +49,17 @@ class Effects:
         module: owner of them.
         metrics: its metric objects; None: it has none.
         frozen: follow its frozen parameters, too; see `ModuleBuffers`.
+        exact: sum statistics as `exact_sums` does.
     """
 
-    def __init__(self, module: nn.Module, metrics: MetricObjects | None, *, frozen: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, metrics: MetricObjects | None, *, frozen: bool = False, exact: bool = False
+    ) -> None:
         self._module = module
         self._saved: set[str] | None = set(module.state_dict())
         """Keys of the module's state before the first step; None: they have been compared with those after it."""
         self._began = False
-        self.norms = NormStatistics(module)
+        self.norms = (ExactStatistics if exact else NormStatistics)(module)
         self.metrics = metrics
         self.buffers = ModuleBuffers(module, frozen=frozen)
 

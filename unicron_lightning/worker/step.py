@@ -340,6 +340,7 @@ class GradientStep(Step[Sums]):
                 gradients.arm(order, self._launch_in_backward)
             engine.activity.enter("compute", micro_batch)
             self._run(micro_batch)
+            gradients.take()
             self._finished.add(micro_batch)
             engine.activity.computed()
             engine.fault("micro_batch", engine.step, place)

@@ -9,7 +9,7 @@ metric objects that happens once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,7 +80,7 @@ def _merge(options: Options, calls: Sequence[LogCall]) -> LogCall:
     return LogCall(options=options, value=value, weight=float(weights.sum()))
 
 
-_LOSS, _COUNT, _CHANGED, _HEADER = 0, 1, 2, 3
+_LOSS, _COUNT, CHANGED, _HEADER = 0, 1, 2, 3
 
 
 class Uses(Protocol):
@@ -115,7 +115,7 @@ class AllUsed:
 
 class SumsLayout:
     """Agreement of the members from step to step: logged values of the vector, unused parameters, changing buffers,
-    and the lengths of streams.
+    the lengths of streams, and the grids of exact sums (`exact_sums`), if there are any.
     """
 
     def __init__(self) -> None:
@@ -123,16 +123,19 @@ class SumsLayout:
         self.unused: list[int] = []
         self.buffers: list[int] = []
         self.streams = StreamEnds()
+        self.tops: dict[str, int] = {}
 
     def state(self) -> dict[str, Any]:
         options = [list(options) for options in self.options]
         streams = self.streams.state()
-        return {"options": options, "unused": self.unused, "buffers": self.buffers, "streams": streams}
+        found = {"options": options, "unused": self.unused, "buffers": self.buffers, "streams": streams}
+        return {**found, "tops": dict(self.tops)} if self.tops else found
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.options = [tuple(options) for options in state["options"]]
         self.unused = list(state["unused"])
         self.buffers = list(state["buffers"])
+        self.tops = dict(state.get("tops", {}))
         if "streams" in state:  # not in checkpoints of earlier versions
             self.streams.load_state(state["streams"])
 
@@ -207,6 +210,11 @@ class NormStatistics:
             self.bucket = FlatBucket(values)
         else:
             self.bucket.local.zero_()
+
+    @property
+    def reduces(self) -> Sequence[Bucket]:
+        """What is summed over the ranks."""
+        return [] if self.bucket is None else [self.bucket]
 
     def restore(self) -> None:
         """Restore the step's start after an exception in a micro-batch."""
@@ -297,10 +305,10 @@ class StepSums:
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        return [*([] if self._norms.bucket is None else [self._norms.bucket]), *self._buffers.buckets]
+        return [*self._norms.reduces, *self._buffers.buckets]
 
-    def add(self, loss: Tensor | None, calls: Sequence[LogCall]) -> None:
-        """Add the results of one micro-batch; without a loss it does not count in the mean."""
+    def add(self, loss: Tensor | None, calls: Sequence[LogCall], number: int = 0) -> None:
+        """Add the results of one micro-batch, by its number; without a loss it does not count in the mean."""
         self._began = True
         if loss is not None:
             self._losses.append(loss.detach().reshape(()).double())
@@ -317,22 +325,26 @@ class StepSums:
                 factor = call.weight if options[6] == "mean" else 1.0
                 totals[_HEADER + 2 * place] = float(call.value) * factor
                 totals[_HEADER + 2 * place + 1] = call.weight
+        totals[CHANGED] = float(self._has_news(merged))
+        return totals
+
+    def _has_news(self, logged: Iterable[Options]) -> bool:
+        """Whether the step has something new on this rank, which has logged these values."""
         known = set(self._layout.options)
-        changed = any(options not in known for options in merged)
+        changed = any(options not in known for options in logged)
         changed = changed or self._unused() != self._layout.unused or bool(self._new_buffers())
         changed = changed or bool(self._metrics is not None and self._metrics.recorded)
         changed = changed or self._layout.streams.news() is not None
-        totals[_CHANGED] = float(self._began and changed)
-        return totals
+        return self._began and changed
 
     def read(self, totals: Sequence[float]) -> bool:
         self._totals = totals
-        return totals[_CHANGED] != 0
+        return totals[CHANGED] != 0
 
     def settle(self, engine: Engine) -> None:
         new = self._new_buffers()
         mine = {
-            "calls": [call.plain() for call in merge_calls(self._calls)],
+            "calls": self._plain_calls(),
             "unused": self._unused() if self._began else None,
             "metrics": {} if self._metrics is None else self._metrics.recorded,
             "buffers": new,
@@ -341,7 +353,7 @@ class StepSums:
         }
         gathered = gather_bytes(engine.communicator, codec.encode(mine), engine.tag("sums"))
         parts = [codec.decode(part) for part in gathered]
-        calls = merge_calls([LogCall.from_plain(call) for part in parts for call in part["calls"]])
+        calls = self._merged(call for part in parts for call in part["calls"])
         sets = [set(part["unused"]) for part in parts if part["unused"] is not None]
         self._states = {number: states for part in parts for number, states in part["metrics"].items()}
         self._agreed = _AgreedSums(
@@ -356,7 +368,7 @@ class StepSums:
         """Set the buffers after the commit; return mean loss (None without any), global logged values, and whether each
         parameter was used.
         """
-        if self._totals[_CHANGED] != 0:
+        if self._totals[CHANGED] != 0:
             assert self._agreed is not None, "a step was committed unsettled"
             calls, self._layout.unused = self._agreed.calls, self._agreed.unused
             if self._metrics is not None:
@@ -364,7 +376,7 @@ class StepSums:
             summable = {call.options for call in calls if call.value is not None and call.options[6] in ("mean", "sum")}
             self._layout.options = sorted({*self._layout.options, *summable})
         else:
-            calls = [call for call in map(self._call, range(len(self._layout.options))) if call is not None]
+            calls = self._known_calls()
         self._buffers.commit({} if self._agreed is None else self._agreed.values)
         if self._agreed is not None:
             self._layout.buffers = sorted({*self._layout.buffers, *self._agreed.buffers})
@@ -373,6 +385,18 @@ class StepSums:
         used = [index not in unused for index in range(len(self._gradients.parameters))]
         count = self._totals[_COUNT]
         return self._totals[_LOSS] / count if count else None, calls, used
+
+    def _plain_calls(self) -> list[Any]:
+        """Return the values that this rank's micro-batches have logged, as plain data."""
+        return [call.plain() for call in merge_calls(self._calls)]
+
+    def _merged(self, plain: Iterable[Any]) -> list[LogCall]:
+        """Merge the `_plain_calls` of all ranks."""
+        return merge_calls([LogCall.from_plain(call) for call in plain])
+
+    def _known_calls(self) -> list[LogCall]:
+        """Return the values of a step without news, over all ranks."""
+        return [call for call in map(self._call, range(len(self._layout.options))) if call is not None]
 
     def _call(self, place: int) -> LogCall | None:
         total, weight = self._totals[_HEADER + 2 * place : _HEADER + 2 * place + 2]

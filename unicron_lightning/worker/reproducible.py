@@ -1,0 +1,107 @@
+"""The reproducible mode beside its sums (`exact_sums`): kernels, conditions that workers must share, and digests.
+
+Training then has the same bits for any history of failures, joins and resizes, and any number of workers, if a
+micro-batch's gradients have. They depend on the processor, the number of threads and the version of torch, which are
+compared between workers; and on kernels: those without a deterministic form raise an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PART: Final = 1 << 20
+"""Words that are weighted at a time."""
+_MIX: Final = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))
+
+
+def use_deterministic_kernels() -> Callable[[], None]:
+    """Have torch use deterministic kernels, and raise an error for those that have none; return what undoes it."""
+    was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled, searched = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+
+    def undo() -> None:
+        torch.use_deterministic_algorithms(was, warn_only=warns)
+        memory.fill_uninitialized_memory = filled
+        torch.backends.cudnn.benchmark = searched
+
+    return undo
+
+
+def conditions(device: torch.device) -> dict[str, str]:
+    """Describe what the bits of a micro-batch depend on beside the script, for a device of the model."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    kinds = [f"{_processor()} with {capability}"]
+    if device.type == "cuda":
+        kinds.append(torch.cuda.get_device_name(device))
+    return {"processor": ", ".join(kinds), "threads": str(torch.get_num_threads()), "reproducible": "True"}
+
+
+def announced(device: torch.device) -> str:
+    """Return the line that states at the start which conditions the bits have."""
+    found = conditions(device)
+    return (
+        f"reproducible: the same bits for all workers and histories with torch {torch.__version__}, "
+        f"{found['processor']}, {found['threads']} threads; another of these gives other bits"
+    )
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest of tensors by their names: of their types, shapes and bits, on any kind of device."""
+    found = {name: (str(each.dtype), tuple(each.shape), weighted(each)) for name, each in tensors.items()}
+    return hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=8).hexdigest()
+
+
+def weighted(tensor: Tensor, first: int = 0) -> int:
+    """Return the sum of a tensor's words, each times a number that depends on its place, modulo 2**64.
+
+    Args:
+        tensor: a whole one, or a part that is contiguous in it.
+        first: place of the part's first element.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.is_complex():
+        flat, first = torch.view_as_real(flat).view(-1), 2 * first
+    if flat.dtype == torch.bool:
+        flat = flat.to(torch.uint8)
+    flat, total = flat.view(_WORDS[flat.element_size()]), 0
+    for start in range(0, flat.numel(), _PART):
+        words = flat[start : start + _PART].long()
+        weights = torch.arange(first + start + 1, first + start + 1 + words.numel(), device=flat.device) * _MIX[0]
+        weights = (weights ^ (weights >> 29)) * _MIX[1]
+        total += int(((weights ^ (weights >> 32)) | 1).mul_(words).sum())
+    return total % (1 << 64)
+
+
+def state_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors and numbers of a nested state, by names that have their places."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from state_tensors(each, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for place, each in enumerate(value):
+            yield from state_tensors(each, f"{name}.{place}")
+    elif isinstance(value, (bool, int, float)):
+        yield name, torch.tensor(value, dtype=torch.float64)
