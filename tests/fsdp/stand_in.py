@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a worker's script has only its own folder
 from worker.nccl_stand_in import StandInLibrary
 
 from unicron_lightning.fsdp.accelerator import ShardAccelerator

@@ -9,6 +9,7 @@ Marks are used again and never freed, since torch calls the driver where it free
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -63,6 +64,7 @@ class DeviceMarks:
 
     def give_back(self) -> None:
         """Let another group use them, once all collectives have ended; waits for that, without the lock."""
-        self._stream.synchronize()
-        with _lock:
-            _idle[self._device].append(self)
+        with contextlib.suppress(RuntimeError):  # an error of the device, which ends the process
+            self._stream.synchronize()
+            with _lock:
+                _idle[self._device].append(self)
