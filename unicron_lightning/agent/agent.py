@@ -440,8 +440,11 @@ class AgentThread:
         if isinstance(message, wire.ErrorReport | wire.Training):
             self._fencing.heard(worker)
         if isinstance(message, wire.Imported):
-            known = self._shared.now.set_by_script or frozenset()
-            self._shared.update(set_by_script=known.union(message.changed))
+            now = self._shared.now
+            known = now.set_by_script or frozenset()
+            self._shared.update(
+                set_by_script=known.union(message.changed), lightning=now.lightning or message.lightning
+            )
         if isinstance(message, wire.Heartbeat | wire.Imported | wire.Training):
             return
         if isinstance(message, wire.StateWanted):

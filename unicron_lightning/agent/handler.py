@@ -388,7 +388,9 @@ class UnicronRendezvousHandler(RendezvousHandler):
         """Prepare later starts: workers' variables do not change any more."""
         environment = {name: value for name, value in os.environ.items() if name != environ.TOKEN}
         _settle(environment)
-        self._prepared = PreparedStarts(environment, lambda: agent.view.set_by_script or ())
+        self._prepared = PreparedStarts(
+            environment, lambda: agent.view.set_by_script or (), lightning=agent.view.lightning
+        )
         self._prepared.start()
 
     def _num_keys(self) -> int:

@@ -36,6 +36,8 @@ class RoundView:
     fatal: UnicronError | None = None
     set_by_script: frozenset[str] | None = None
     """Variables that workers of this or an earlier round have set before their imports; None: none has reported."""
+    lightning: bool = False
+    """Whether one of these workers has imported Lightning."""
 
     @property
     def waiting(self) -> bool:

@@ -41,6 +41,10 @@ The text is JSON: ``{"command": [...], "environment": {...}, "ignored": [...]}``
 FILES: Final = 5
 NO_ROOM: Final = b"no room"
 """Answer over the worker's socket in place of its process number: the request is longer than `show` can write."""
+LIGHTNING: Final = "lightning"
+"""Argument of the prepared process: workers use Lightning."""
+LOOP: Final = "loop"
+"""Argument of the prepared process: workers do not use Lightning, as of `unicron_lightning.Run`."""
 GO: Final = b"go"
 """Agent to worker, which has reported its process number: the program may begin."""
 

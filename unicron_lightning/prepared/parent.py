@@ -1,8 +1,9 @@
-"""The prepared process: ``python -u parent.py LINK AGENT-PID PADDING``. It imports, reports, and forks workers.
+"""The prepared process: ``python -u parent.py LINK AGENT-PID IMPORTS PADDING``. It imports, reports, and forks workers.
 
-LINK is a socket of the agent. Each request has a file with the worker's command and environment, the worker's three
-standard files and a socket, over which the worker reports its process number and gets leave to begin. The worker is
-forked twice: its parent is gone at once, so that the agent, a subreaper meanwhile, becomes its parent.
+LINK is a socket of the agent, IMPORTS `becoming.LIGHTNING` or `becoming.LOOP`. Each request has a file with the
+worker's command and environment, the worker's three standard files and a socket, over which the worker reports its
+process number and gets leave to begin. The worker is forked twice: its parent is gone at once, so that the agent, a
+subreaper meanwhile, becomes its parent.
 
 The process has one thread, has touched no accelerator and no network, and ends with its agent.
 """
@@ -13,12 +14,14 @@ if sys.path and __file__.startswith(f"{sys.path[0]}/"):
     del sys.path[0]  # the folder of this file: no folder of a script is on the path while libraries are imported
 
 import gc
+import importlib
 import json
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +29,11 @@ from unicron_lightning.parent_death import tie_to
 from unicron_lightning.prepared import becoming
 from unicron_lightning.prepared.becoming import FILES, FORK, GO, NO_ROOM
 
+_IMPORTS: Final = {
+    becoming.LIGHTNING: ("lightning.pytorch", "torch", "unicron_lightning.strategies.unicron"),
+    becoming.LOOP: ("torch", "torch._dynamo", "unicron_lightning.loop.run"),
+}
+"""Modules by kind of workers. The first optimizer of a process imports ``torch._dynamo``."""
 _ADOPTION_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.0005
 
@@ -39,12 +47,10 @@ class Program(NamedTuple):
     link: socket.socket
 
 
-def prepare() -> None:
-    """Import what workers import."""
-    import lightning.pytorch  # noqa: F401
-    import torch  # noqa: F401
-
-    import unicron_lightning.strategies.unicron  # noqa: F401
+def prepare(kind: str = becoming.LIGHTNING) -> None:
+    """Import what workers of a kind import."""
+    for name in _IMPORTS[kind]:
+        importlib.import_module(name)
 
 
 def imported() -> dict[str, str]:
@@ -170,7 +176,7 @@ def main() -> None:
         sys.exit(1)
     becoming.move_environment()
     becoming.show([sys.executable, *becoming.OPTIONS, __file__], os.environ)
-    report, changes = prepared(prepare)
+    report, changes = prepared(partial(prepare, sys.argv[3]))
     link.send(report)
     work(link, agent, changes)
 

@@ -294,6 +294,8 @@ class Imported(Message, frozen=True, kw_only=True, tag="imported"):
     worker: str
     changed: tuple[str, ...]
     """Names of variables that the script had set or removed before its imports of torch and Lightning."""
+    lightning: bool = True
+    """Whether the script has imported Lightning, too."""
 
 
 # ---- records: values that workers leave for later workers of the task -------------------------------------

@@ -232,6 +232,22 @@ def test_a_script_that_sets_variables_leads_to_an_ordinary_start(
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [reason] * 2
 
 
+def test_workers_without_lightning_are_forked_by_a_process_without_it(own: PreparedStarts, tmp_path: Path) -> None:
+    own.close()
+    loops = PreparedStarts({**os.environ, **SAME}, lightning=False)
+    loops.start()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nwanted = ('torch._dynamo', 'unicron_lightning.loop.run', 'lightning', 'torchmetrics')\n"
+        "print(*[name in sys.modules for name in wanted])"
+    )
+    try:
+        end = ended(tmp_path / "worker", str(script))
+    finally:
+        loops.close()
+    assert (end.out, end.forked) == ("True True False False\n", True)
+
+
 def test_a_forked_worker_does_not_note_what_its_script_sets(starts: PreparedStarts, tmp_path: Path) -> None:
     """Its variables are set after the imports; those that imports have set are none of the script's."""
     script = tmp_path / "script.py"

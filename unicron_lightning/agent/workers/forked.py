@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from unicron_lightning import environ
 from unicron_lightning.prepared import becoming
-from unicron_lightning.prepared.becoming import FORK, GO, NO_ROOM, PADDING, PADDING_NAME
+from unicron_lightning.prepared.becoming import FORK, GO, LIGHTNING, LOOP, NO_ROOM, PADDING, PADDING_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -160,10 +160,18 @@ class PreparedStarts:
     Args:
         environment: what workers will inherit, apart from the variables of a single worker.
         set_by_script: returns the variables that the script is known to set before its imports.
+        lightning: whether the script imports Lightning.
     """
 
-    def __init__(self, environment: Mapping[str, str], set_by_script: Callable[[], Collection[str]] = tuple) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        set_by_script: Callable[[], Collection[str]] = tuple,
+        *,
+        lightning: bool = True,
+    ) -> None:
         self._set_by_script = set_by_script
+        self._imports = LIGHTNING if lightning else LOOP
         self._environment = {name: value for name, value in environment.items() if not _is_of_workers(name)}
         self._situation = inherited()
         self._imported: dict[str, str] | None = None
@@ -204,7 +212,8 @@ class PreparedStarts:
         """Start the prepared process; return it and the agent's end of the link."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, *becoming.OPTIONS, str(PARENT), str(theirs.fileno()), str(os.getpid()), PADDING]
+            words = [str(PARENT), str(theirs.fileno()), str(os.getpid()), self._imports, PADDING]
+            command = [sys.executable, *becoming.OPTIONS, *words]
             environment = {PADDING_NAME: PADDING, **self._environment}
             process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
         return process, ours

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from unicron_lightning import wire
+from unicron_lightning.autoload import LIGHTNING
 from unicron_lightning.prepared import set_by_script
 from unicron_lightning.worker.control.monitor import Monitor
 
@@ -146,7 +148,8 @@ class Control:
             )
         )
         if (changed := set_by_script.noted()) is not None:
-            self.send(wire.Imported(worker=self.worker, changed=tuple(sorted(changed))))
+            lightning = not sys.modules.keys().isdisjoint(LIGHTNING)
+            self.send(wire.Imported(worker=self.worker, changed=tuple(sorted(changed)), lightning=lightning))
 
     def wait_welcome(self) -> wire.Welcome:
         """Wait for the coordinator's welcome (as founder or joiner), which follows once the agent has a slot.
