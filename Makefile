@@ -10,7 +10,7 @@
 #   make conformance-pairs conformance-triples  the same scripts in two and in three processes, under ddp and unicron
 #   make chaos       200 random faults, seeded
 #   make cross       random scripts under random histories of deaths, beside the same without: make cross [MINUTES=10] [SEED=0]
-#   make gpu         the acceptance kit of docs/gpu.md, on a machine with a GPU: make gpu [WHEELS=folder] [ITEMS=K1,K2]
+#   make gpu         the acceptance kit of docs/gpu.md, on a machine with a GPU: make gpu [WHEELS=folder] [ITEMS=K1,K2] [BUDGET=480]
 #   make bench       the figures in the README, measured here
 #   make experiments what failures would cost: benchmarks/experiments/results.md, simulated
 #   make docs        the documents as a site, with an API reference: build/site
@@ -27,6 +27,7 @@ PYTEST_ARGS ?=
 CASES ?=
 WHEELS ?=
 ITEMS ?=
+BUDGET ?=
 COMPUTING := $(addprefix tests/,planner cli coordinator data simulate faults detection) $(wildcard tests/test_*.py)
 # These start processes and mostly wait; their limits of time are generous (the fault tests pass at a load of ten).
 # They run in this order: the longest first, so that none is left alone at the end.
@@ -102,7 +103,7 @@ chaos: $(READY)
 
 # With WHEELS nothing is fetched: the machine's own python3 has torch with CUDA, the folder the rest.
 gpu: $(if $(WHEELS),,$(READY))
-	@WHEELS="$(WHEELS)" ITEMS="$(ITEMS)" PYTHON="$(if $(WHEELS),$(PYTHON),$(BIN)/python)" .ci/gpu-kit $(PYTEST_ARGS)
+	@WHEELS="$(WHEELS)" ITEMS="$(ITEMS)" BUDGET="$(BUDGET)" PYTHON="$(if $(WHEELS),$(PYTHON),$(BIN)/python)" .ci/gpu-kit $(PYTEST_ARGS)
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/run.py

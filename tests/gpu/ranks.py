@@ -1,7 +1,7 @@
-"""One rank of the acceptance kit's data plane: `python ranks.py CASE RANK WORLD PORT DEVICE`.
+"""One rank of the acceptance kit's data plane: `python ranks.py FOLDER NAME`.
 
-Prints one line of JSON with its measurements. All ranks of a case meet in the store at PORT. On the CPU the same
-cases run over gloo, as a rehearsal of the kit without a GPU.
+FOLDER/NAME.json has its case, rank, world, device and the port of the store in which all ranks meet. It prints one line
+of JSON with its measurements. On the CPU most cases run over gloo, as a rehearsal of the kit without a GPU.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from unicron_lightning import wire
+from unicron_lightning.fsdp.accelerator import nccl_group
 from unicron_lightning.worker.communication.background_connect import abandoned
 from unicron_lightning.worker.communication.communicator import (
     Communicator,
@@ -30,9 +33,11 @@ from unicron_lightning.worker.communication.communicator import (
     gather_bytes,
 )
 from unicron_lightning.worker.communication.gloo import GlooCommunicator
+from unicron_lightning.worker.communication.lazy_groups import Retirement, abort_apart, connect_apart
 from unicron_lightning.worker.communication.links.communicator import LinkCommunicator
 from unicron_lightning.worker.communication.links.hub import Hub
-from unicron_lightning.worker.communication.nccl import HostCommunicator, NcclCommunicator
+from unicron_lightning.worker.communication.nccl import HostCommunicator, NcclCommunicator, NcclLibrary
+from unicron_lightning.worker.communication.owned_group import wait_owners
 from unicron_lightning.worker.delivery import LARGE, deliver
 from unicron_lightning.worker.state_parts import DividedState
 
@@ -40,7 +45,7 @@ NUMEL = 1 << 20
 STATE_NUMEL = 12_000_000
 """Numbers of 8 bytes: more than a window."""
 WORKS = 4
-CYCLES = 100
+CYCLES = 30
 RENEWALS = 6
 SETTLED = 10
 """Cycles after which resources are first counted."""
@@ -108,11 +113,12 @@ class Rank:
         """Connect NCCL beside a connected host communicator."""
         return NcclCommunicator(dist.PrefixStore(f"{name}/nccl", self.store), self.rank, world, self.device, host)
 
-    def total(self, communicator: Communicator, value: float) -> float:
-        """Sum ``value`` over the ranks, as read back from the device."""
-        tensor = torch.full((NUMEL,), value, device=self.device)
+    def total(self, communicator: Communicator, value: float, numel: int = NUMEL, dtype: Any = torch.float32) -> float:
+        """Sum ``value`` over the ranks, as read back from the device: the same in all elements."""
+        tensor = torch.full((numel,), value, device=self.device, dtype=dtype)
         communicator.wait(communicator.all_reduce(tensor))
-        return float(tensor[-1])
+        assert bool((tensor == tensor[0]).all()), "parts of the sum are missing"
+        return float(tensor[0])
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -130,11 +136,17 @@ def timed(call: Callable[[], Any]) -> tuple[float, str | None]:
 
 
 def sums(rank: Rank) -> Measured:
-    """K1."""
+    """K1: all elements, from one to several channels' worth, of several types; and broadcasts."""
     communicator = rank.connect("sums")
-    total = rank.total(communicator, rank.rank + 1)
+    types = (torch.float32, torch.bfloat16, torch.int64)
+    totals = {
+        rank.total(communicator, rank.rank + 1, numel, dtype) for numel in (1, 1000, 3 * NUMEL + 1) for dtype in types
+    }
+    sent = torch.full((NUMEL,), float(rank.rank), device=rank.device)
+    communicator.wait(communicator.broadcast(sent, rank.world - 1))
+    totals |= {float(sent.min()) - rank.world + 1 + max(totals), float(sent.max()) - rank.world + 1 + max(totals)}
     communicator.close()
-    return {"total": total}
+    return {"totals": sorted(totals)}
 
 
 def stopped(rank: Rank) -> Measured:
@@ -182,54 +194,130 @@ def killed(rank: Rank) -> Measured:
 
 
 def absent(rank: Rank) -> Measured:
-    """K4: the last rank connects gloo and no more; the caller of the others gives the attempt up."""
+    """K4: one rank connects gloo and no more; the callers of the others abandon the attempt, and all connect again."""
     from unicron_lightning.worker.communication.background_connect import Connecting
 
-    host = rank.host("absent", rank.world)
-    if rank.is_last:
-        rank.store.wait(["given up"], timedelta(seconds=DEADLINE_SECONDS))
-        host.close()
-        return {}
-
-    def build(epoch: wire.Epoch, place: int, world: int) -> Communicator:
-        if rank.device.type == "cuda":
-            return rank.accelerated("absent", rank.world, host)
-        while not abandoned():  # gloo has no second connection that could be missing
+    host, missing = rank.host("absent", rank.world), int(os.environ["KIT_ABSENT"])
+    others = [f"given up/{each}" for each in range(rank.world) if each != missing]
+    measured: Measured = {"absent": True}
+    if rank.rank == missing:
+        rank.store.wait(others, timedelta(seconds=DEADLINE_SECONDS))
+    else:
+        attempt = Connecting(lambda *_: _half(rank, host), _epoch(), rank.rank)
+        attempt.start(threading.Condition())
+        time.sleep(2)
+        began = time.monotonic()
+        assert attempt.take() is None
+        while not attempt.finished and time.monotonic() < began + DEADLINE_SECONDS:
             time.sleep(0.01)
-        raise CommunicatorAborted("the epoch was overtaken while connecting")
+        measured = {"ended": time.monotonic() - began, "finished": attempt.finished}
+        rank.store.set(f"given up/{rank.rank}", "yes")
+    host.close()
+    again = rank.connect("present")
+    total = rank.total(again, rank.rank + 1)
+    again.close()
+    return {**measured, "total": total}
 
+
+def _half(rank: Rank, host: HostCommunicator) -> Communicator:
+    if rank.device.type == "cuda":
+        return rank.accelerated("absent", rank.world, host)
+    while not abandoned():  # gloo has no second connection that could be missing
+        time.sleep(0.01)
+    raise CommunicatorAborted("the epoch was overtaken while connecting")
+
+
+def _epoch() -> wire.Epoch:
     address = wire.Address(host="127.0.0.1", port=1)
     about: dict[str, Any] = {"hold": False, "incident": None, "published_at": 0.0}
-    epoch = wire.Epoch(number=1, kind="init", members=[], store=address, **about)
-    attempt = Connecting(build, epoch, rank.rank)
-    attempt.start(threading.Condition())
-    time.sleep(2)
-    began = time.monotonic()
-    assert attempt.take() is None
-    caller = time.monotonic() - began
-    while not attempt.finished and time.monotonic() < began + DEADLINE_SECONDS:
-        time.sleep(0.01)
-    ended = time.monotonic() - began
-    host.close()
-    rank.store.set("given up", "yes")
-    return {"caller": caller, "ended": ended, "finished": attempt.finished}
+    return wire.Epoch(number=1, kind="init", members=[], store=address, **about)
 
 
 def cycles(rank: Rank) -> Measured:
-    """K5: a hundred epochs leave nothing behind."""
+    """K5: epochs of plain data parallelism, and of groups like those of FSDP2 and Megatron, leave nothing behind."""
     counted: list[dict[str, int]] = []
     for number in range(CYCLES):
         communicator = rank.connect(f"cycle-{number}")
         assert rank.total(communicator, 1) == rank.world
         communicator.close()
-        assert communicator.released(DEADLINE_SECONDS) or rank.device.type == "cpu"  # gloo does not report it
+        if rank.device.type == "cuda":
+            assert lazily(rank, f"lazy-{number}") == rank.world
         if number in (SETTLED - 1, CYCLES - 1):
-            time.sleep(3)  # the owners' threads destroy their groups after the release
+            assert not wait_owners(DEADLINE_SECONDS), "a group is not destroyed"
+            rank.synchronize()
             free = torch.cuda.mem_get_info()[0] if rank.device.type == "cuda" else 0
             tasks, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
             counted.append({"free": free, "threads": tasks, "descriptors": files})
     first, last = counted
     return {name: last[name] - first[name] for name in first}
+
+
+def pairs_of(rank: Rank, name: str, count: int = 2) -> list[SimpleNamespace]:
+    """Make and connect groups of all ranks, as for FSDP2 and Megatron."""
+    stores = [dist.PrefixStore(f"{name}/{each}", rank.store) for each in range(count)]
+    made = [nccl_group(store, rank.rank, rank.world, rank.device) for store in stores]
+    groups = [SimpleNamespace(holder=holder, backend=backend, messages=True) for holder, backend in made]
+    library = NcclLibrary(rank.device)
+    connect_apart(groups, library, lambda: None)
+    rank.synchronize()
+    library.close()
+    return groups
+
+
+def lazily(rank: Rank, name: str) -> float:
+    """Sum in such a group, and retire both."""
+    groups = pairs_of(rank, name)
+    tensor = torch.ones(NUMEL, device=rank.device)
+    groups[0].holder.allreduce([tensor]).wait()
+    total = float(tensor[-1])
+    retirement = Retirement([each.holder for each in groups], [each.backend for each in groups], rank.synchronize)
+    groups.clear()
+    retirement.wait_aborted(lambda: None)
+    return total
+
+
+def recovered(rank: Rank) -> Measured:
+    """K20: recoveries in the middle of a reduction, with the caching allocator's expandable segments: no growth."""
+    seen: list[tuple[int, int]] = []
+    for number in range(CYCLES):
+        communicator = rank.connect(f"recovery-{number}")
+        parameters = torch.ones(16 * NUMEL, device=rank.device)
+        buckets = [torch.ones(4 * NUMEL, device=rank.device) for _ in range(4)]
+        rank.total(communicator, 1)
+        for bucket in buckets[: 4 if rank.rank else 2]:  # the first rank starts fewer: the others wait for it
+            communicator.all_reduce(bucket)
+        communicator.abort("a peer died")
+        communicator.close()
+        assert communicator.released(DEADLINE_SECONDS) or rank.device.type == "cpu"
+        del parameters, buckets
+        if number in (SETTLED - 1, CYCLES - 1) and rank.device.type == "cuda":
+            assert not wait_owners(DEADLINE_SECONDS)
+            seen.append((torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]))
+    first, last = seen or [(0, 0)] * 2
+    return {"reserved": last[0] - first[0], "free": last[1] - first[1]}
+
+
+def ticking(rank: Rank) -> Measured:
+    """K16: a peer is stopped, and a thread frees memory, which waits for the reduction; the interpreter must run."""
+    communicator = rank.connect("ticking")
+    rank.total(communicator, 1)
+    if rank.is_last:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    freed = torch.ones(NUMEL, device=rank.device)
+    communicator.all_reduce(torch.ones(NUMEL, device=rank.device))
+    del freed
+    release = torch.cuda.empty_cache if rank.device.type == "cuda" else lambda: time.sleep(3)
+    freeing = threading.Thread(target=release, daemon=True)
+    freeing.start()
+    longest, looked = 0.0, time.monotonic()
+    end = looked + 2.0
+    while looked < end:
+        time.sleep(0.005)
+        longest, looked = max(longest, time.monotonic() - looked), time.monotonic()
+    communicator.abort("a peer stands still")
+    released, _ = timed(lambda: communicator.released(DEADLINE_SECONDS))
+    freeing.join(DEADLINE_SECONDS)
+    return {"longest": longest, "released": released, "freed": not freeing.is_alive()}
 
 
 def renewals(rank: Rank) -> Measured:
@@ -274,26 +362,25 @@ def joining(rank: Rank) -> Measured:
 
 
 def chained(rank: Rank) -> Measured:
-    """K10: two groups whose streams wait for each other; the last rank is stopped."""
-    groups = [rank.connect(name) for name in ("first", "second")]
-    for group in groups:
-        rank.total(group, 1)
+    """K10: two groups, and a kernel of the second one waits for the first one's; the last rank is stopped."""
+    groups = pairs_of(rank, "chained")
     if rank.is_last:
         os.kill(os.getpid(), signal.SIGSTOP)
-    tensors = [torch.ones(NUMEL, device=rank.device) for _ in groups]
-    streams = [torch.cuda.Stream() for _ in groups] if rank.device.type == "cuda" else []
-    for number, group in enumerate(groups):
-        if streams:
-            streams[number].wait_stream(streams[number - 1])
-            with torch.cuda.stream(streams[number]):
-                group.all_reduce(tensors[number])
-        else:
-            group.all_reduce(tensors[number])
+    tensors = [torch.ones(NUMEL, device=rank.device) for _ in range(3)]
+    works = [groups[0].backend.allreduce([tensors[0]])]
+    for number, tensor in enumerate(tensors[1:], 1):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            works[-1].wait()  # of the stream
+            works.append(groups[number % 2].backend.allreduce([tensor]))
     time.sleep(1)
-    aborted, _ = timed(lambda: [group.close() for group in groups])
-    released, _ = timed(lambda: [group.released(DEADLINE_SECONDS) for group in groups])
+    began = time.monotonic()
+    threads = abort_apart([group.backend for group in groups])
+    called = time.monotonic() - began
+    for thread in threads:
+        thread.join(DEADLINE_SECONDS)
+    aborted = time.monotonic() - began
     kernels, _ = timed(rank.synchronize)
-    return {"aborted": aborted, "released": released, "kernels": kernels}
+    return {"called": called, "aborted": aborted, "kernels": kernels}
 
 
 def deceived(rank: Rank) -> Measured:
@@ -339,15 +426,20 @@ def delivered(rank: Rank) -> Measured:
 
 CASES = {
     case.__name__: case
-    for case in (sums, stopped, killed, absent, cycles, renewals, noting, joining, chained, deceived, delivered)
+    for case in (
+        *(sums, stopped, killed, absent, cycles, renewals, noting, joining, chained, deceived, delivered),
+        *(recovered, ticking),
+    )
 }
 
 
-def main() -> None:
-    case, rank, world, port, device = sys.argv[1:]
-    print(json.dumps(CASES[case](Rank(int(rank), int(world), int(port), device))), flush=True)
+def main(folder: Path, name: str) -> None:
+    """Run a rank's case."""
+    request = json.loads((folder / f"{name}.json").read_text())
+    rank = Rank(request["rank"], request["world"], request["port"], request["device"])
+    print(json.dumps(CASES[request["case"]](rank)), flush=True)
     os._exit(0)  # a destructor that blocks is measured above, and must not hide the measurement
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -13,18 +13,33 @@ Row = tuple[str, str, str, str, str, str]
 """Item, test, result, seconds, measured values, versions."""
 
 
+def rows_of(text: str) -> dict[str, Row]:
+    """Return the table's rows by test.
+
+    Raises:
+        ValueError: the document has no place for the table.
+    """
+    table = _parts(text)[1]
+    return {row[1]: row for row in map(_row, table.splitlines()) if row is not None}
+
+
+def _parts(text: str) -> tuple[str, str, str]:
+    """Divide a document into what is before the table, the table, and what follows."""
+    before, found, rest = text.partition(BEGIN)
+    table, closed, after = rest.partition(END)
+    if not found or not closed:
+        raise ValueError(f"expected a table between {BEGIN} and {END}")
+    return before, table, after
+
+
 def merged(text: str, rows: Mapping[str, Row]) -> str:
     """Return the document with rows by test replaced or added; those of other tests stay.
 
     Raises:
         ValueError: the document has no place for the table.
     """
-    before, found, rest = text.partition(BEGIN)
-    table, closed, after = rest.partition(END)
-    if not found or not closed:
-        raise ValueError(f"expected a table between {BEGIN} and {END}")
-    kept = {row[1]: row for row in map(_row, table.splitlines()) if row is not None}
-    lines = sorted({**kept, **rows}.values(), key=lambda row: (_number(row[0]), row[1]))
+    before, _, after = _parts(text)
+    lines = sorted({**rows_of(text), **rows}.values(), key=lambda row: (_number(row[0]), row[1]))
     body = [*HEAD, *("| " + " | ".join(row) + " |" for row in lines)]
     return before + BEGIN + "\n" + "\n".join(body) + "\n" + END + after
 

@@ -40,7 +40,7 @@ SETTINGS = {
     "accelerator": "cpu",
     "precision": None,
     "fused": False,  # AdamW, fused
-    "compile": False,  # compile the module's net
+    "compile": False,  # compile the module's net; or the mode of torch.compile
     "beside": False,  # checkpoints by UnicronCheckpoint, instead of ModelCheckpoint
     "resume": None,  # ckpt_path
     "memory": None,  # [every_n_steps, partners] of MemoryCheckpoint

@@ -356,7 +356,7 @@ def main() -> None:
     module = Model(notes, schedule, full, pace, slow)
     module.fused, module.assert_at = settings["fused"], settings["assert_at"]
     if settings["compile"]:
-        module.net.compile()
+        module.net.compile(mode=None if settings["compile"] is True else settings["compile"])
     filled = fill(settings["fill"])
     checkpoints = saver(settings, alone)(
         folder / "checkpoints", save_last=True, monitor="val", save_top_k=settings["keep"]
