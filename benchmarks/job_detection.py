@@ -18,7 +18,7 @@ import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import lightning.pytorch as pl  # noqa: E402
-from job_unicron import Job, Samples, Telling  # noqa: E402
+from job_unicron import Job, Telling  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
@@ -71,7 +71,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Failing(), DataLoader(Samples(), batch_size=None))
+    trainer.fit(Failing(), DataLoader(workload.Samples(), batch_size=None))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from models import GPT, SIZES, Walks
+from models import GPT
 from torch.utils.data import DataLoader
+from transformer import SIZES, Walks
 
 NODES, ACCUMULATE = 3, 2
 SLOT = os.environ["BENCH_SLOT"]

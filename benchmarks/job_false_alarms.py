@@ -25,9 +25,10 @@ import lightning.pytorch as pl  # noqa: E402
 import torch  # noqa: E402
 from lightning.fabric.plugins import TorchCheckpointIO  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
-from models import GPT, SIZES, Walks  # noqa: E402
+from models import GPT  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
+from transformer import SIZES, Walks  # noqa: E402
 
 SIZE = SIZES["tiny"]
 STALL_EVERY, STALL_SECONDS = 9_000, (0.5, 6.0)

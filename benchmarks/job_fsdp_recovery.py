@@ -11,7 +11,7 @@ from collections import Counter  # noqa: E402
 from typing import Any  # noqa: E402
 
 import lightning.pytorch as pl  # noqa: E402
-from job_unicron import Job, Samples, Telling  # noqa: E402
+from job_unicron import Job, Telling  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
@@ -64,7 +64,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Sharded(), DataLoader(Samples(), batch_size=None, shuffle=False))
+    trainer.fit(Sharded(), DataLoader(workload.Samples(), batch_size=None, shuffle=False))
 
 
 if __name__ == "__main__":

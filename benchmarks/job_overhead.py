@@ -2,28 +2,25 @@
 
     torchrun ... job_overhead.py STRATEGY SIZE BUCKET_MIB ACCUMULATE SEGMENT_STEPS
 
-Rank 0 writes ``segment_<k>.json``: a JSON list of [time, CPU time of this process, time spent on states for the agent's
-memory or on checkpoints], each so far, at the end of each optimizer step of segment k. It then waits for the file
-``go_<k + 1>``.
+The further seconds of `segments` are those spent on states for the agent's memory or on checkpoints.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from models import GPT, SIZES, Walks
+from models import GPT
+from segments import FOLDER, Segments
 from torch.utils.data import DataLoader
+from transformer import SIZES, Walks
 
 NUM_SAMPLES = 65_536
-FOLDER = Path(os.environ["BENCH_LOG"])
 ON_GPU = os.environ.get("BENCH_ACCELERATOR") == "gpu"
 
 
@@ -108,38 +105,21 @@ def callbacks(name: str) -> list[pl.Callback]:
     return [UnicronMonitor(), ThroughputMonitor()]
 
 
-class Segments(pl.Callback):
-    """Records the ends of steps and waits between segments."""
+class Steps(pl.Callback):
+    """Trains in segments."""
 
     def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._segment = 0
+        self._segments = Segments(steps)
         self._done = 0
-        self._ends: list[tuple[float, float, float]] = []
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._wait()
+        self._segments.wait()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: object) -> None:
         if trainer.global_step == self._done:
             return  # under gradient accumulation, ddp calls this hook for each micro-batch
         self._done = trainer.global_step
-        self._ends.append((time.perf_counter(), time.process_time(), STALL[0]))
-        if len(self._ends) < self._steps:
-            return
-        if trainer.global_rank == 0:
-            path = FOLDER / f"segment_{self._segment}.json"
-            path.with_suffix(".tmp").write_text(json.dumps(self._ends))
-            path.with_suffix(".tmp").rename(path)
-        self._segment += 1
-        self._wait()
-
-    def _wait(self) -> None:
-        while not (FOLDER / f"go_{self._segment}").exists():
-            if (FOLDER / "stop").exists():
-                os._exit(0)
-            time.sleep(0.002)
-        self._ends = []
+        self._segments.end_step(trainer.global_rank, STALL[0])
 
 
 def main() -> None:
@@ -156,7 +136,7 @@ def main() -> None:
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
         accumulate_grad_batches=int(accumulate),
         max_steps=1_000_000,
-        callbacks=[Segments(int(steps)), *callbacks(name)],
+        callbacks=[Steps(int(steps)), *callbacks(name)],
         logger=False,
         enable_checkpointing=name in ("beside", "saved"),
         enable_progress_bar=False,

@@ -7,22 +7,11 @@ import workload
 log = workload.EventLog()
 log("started")
 
-from typing import Any  # noqa: E402
 
 import lightning.pytorch as pl  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.utils.data import DataLoader, Dataset  # noqa: E402
-
-
-class Samples(Dataset[Any]):
-    """One item is one micro-batch."""
-
-    def __len__(self) -> int:
-        return workload.STEPS * workload.MICRO_BATCHES * workload.WORKERS
-
-    def __getitem__(self, micro: int) -> tuple[int, Tensor, Tensor]:
-        return micro, *workload.samples(micro)
+from torch.utils.data import DataLoader  # noqa: E402
 
 
 class Job(pl.LightningModule):
@@ -73,7 +62,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Job(), DataLoader(Samples(), batch_size=None))
+    trainer.fit(Job(), DataLoader(workload.Samples(), batch_size=None))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,16 @@
     python benchmarks/overhead.py --jobs watched unwatched --sizes 1M --buckets 25 --launches 8
     python benchmarks/overhead.py --jobs memory unicron --sizes 10M --buckets 25 --steps 20
     python benchmarks/overhead.py --jobs beside saved --sizes 10M --buckets 25 --steps 20 --pairs 4
+    python benchmarks/overhead.py --jobs loop plain --sizes 10M --buckets 25 --launches 3
     python benchmarks/overhead.py --accelerator gpu --sizes 100M --buckets 25 --launches 3
 
 The second command measures the cost of all monitoring: ``watched`` adds the callbacks, ``unwatched`` has neither the
 callbacks nor the statistics of steps. The third one measures states in the agents' memory, staged every ten steps: its
 ratio is that of mean step times, and ``stall`` is the share of the time for which the training thread stages. The
 fourth one saves every ten steps by UnicronCheckpoint and ModelCheckpoint: ``stall_ratio`` is the time of the saves on
-the training thread, of the former to the latter. The last one runs both ranks on one GPU with bf16 and a fused AdamW.
+the training thread, of the former to the latter. The
+fifth one compares a loop of `unicron_lightning.Run` to one written by hand with DDP, both without Lightning. The last
+one runs both ranks on one GPU with bf16 and a fused AdamW.
 
 Both jobs exist at the same time with two workers each, but only one computes. They alternate in short segments
 (unicron, ddp, ddp, unicron, ...), so that other load on the machine affects both alike. A launch's ratio is that of the
@@ -45,7 +48,7 @@ WORKERS = 2
 KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000"}
 WARM_UP = 2
 """Steps at the start of a segment that are not counted."""
-NAMES = ("unicron", "ddp", "watched", "unwatched", "memory", "beside", "saved")
+NAMES = ("unicron", "ddp", "watched", "unwatched", "memory", "beside", "saved", "loop", "plain")
 JOBS = ("unicron", "ddp")
 """Jobs that are compared; the ratio is that of the first to the second."""
 
@@ -66,7 +69,8 @@ class Job:
             **malloc,
         }
         self.processes = Processes(folder, environment, inside=True)
-        back_end = "c10d" if name == "ddp" else "unicron"
+        back_end = "c10d" if name in ("ddp", "plain") else "unicron"
+        script = "job_loop_overhead.py" if name in ("loop", "plain") else "job_overhead.py"
         on_gpu = malloc.get("BENCH_ACCELERATOR") == "gpu"
         # NCCL takes the ranks of one GPU for those of several hosts only if each has an agent with a host id.
         agents = WORKERS if on_gpu else 1
@@ -74,7 +78,7 @@ class Job:
         torchrun += [f"--nproc-per-node={WORKERS // agents}", f"--nnodes={agents}:{agents}"]
         torchrun += [f"--rdzv-backend={back_end}", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=bench"]
         for number in range(agents):
-            words = [*torchrun, HERE / "job_overhead.py", name, *arguments]
+            words = [*torchrun, HERE / script, name, *arguments]
             self.processes.start("agent" if number == 0 else f"agent{number}", words, NCCL_HOSTID=f"{name}{number}")
 
     def segment(self, seconds: float = 120.0) -> tuple[list[float], float, float]:

@@ -1,6 +1,6 @@
 """Kill a worker in the middle of an accumulation window and time the recovery, for this system and its peers.
 
-    python benchmarks/recovery.py [--systems unicron torchrun torchft] [--faults worker node coordinator] [--runs 5]
+    python benchmarks/recovery.py [--systems unicron torchrun torchft unicron-loop] [--faults worker] [--runs 5]
 
 The work is the same for all (`workload`): 3 workers, one per agent, 4 micro-batches of 50 ms per worker and optimizer
 step, and a SIGKILL as soon as the worker of slot 2 has finished micro-batch 1 of step 25.
@@ -37,7 +37,8 @@ from unicron_lightning.errors import CoordinatorUnavailable
 from unicron_lightning.local_cluster.processes import Processes, free_port
 
 HERE = Path(__file__).resolve().parent
-SYSTEMS = ("unicron", "torchrun", "torchft")
+SYSTEMS = ("unicron", "torchrun", "torchft", "unicron-loop")
+"""The last one is a loop of `unicron_lightning.Run`."""
 TASK = "bench"
 VICTIM = "2"
 KILL_STEP, KILL_PLACE = 25, 1
@@ -50,7 +51,7 @@ class Run:
     """One run of one system.
 
     Args:
-        system: unicron, torchrun or torchft.
+        system: one of `SYSTEMS`.
         folder: of its logs; created here.
         python: folder of the interpreter and scripts to use.
     """
@@ -90,9 +91,9 @@ class Run:
         endpoint = [f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-id={TASK}"]
         environment = {"BENCH_SLOT": str(slot)}
         match self.system:
-            case "unicron":
+            case "unicron" | "unicron-loop":
                 torchrun += ["--nnodes=2:3", "--rdzv-backend=unicron", *endpoint, f"--rdzv-conf=node=n{slot}"]
-                torchrun += [HERE / "job_unicron.py"]
+                torchrun += [HERE / ("job_unicron.py" if self.system == "unicron" else "job_loop.py")]
             case "torchrun":
                 torchrun += ["--nnodes=3:3", "--rdzv-backend=c10d", *endpoint, "--local-addr=127.0.0.1"]
                 torchrun += [f"--rdzv-conf=is_host={int(slot == 0)}", HERE / "job_ddp.py"]
@@ -168,7 +169,7 @@ def kill_worker(run: Run, fault: str) -> Figures:
     time.sleep(1.0)
     run.poll()
     figures = recovery(run.events, kill) if wanted <= figures.keys() else {**figures, "error": "no recovery"}
-    if fault == "worker" and run.system == "unicron":
+    if fault == "worker" and run.system.startswith("unicron"):
         figures |= run.startup(kill)
         if "startup_s" in figures:
             figures["rejoin_after_startup_s"] = figures["rejoin_s"] - figures["startup_s"]
@@ -282,7 +283,7 @@ def coordinator_table(results: Sequence[Figures]) -> str:
 def main() -> None:
     """Run the series and print its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS[:2]), choices=SYSTEMS)
+    parser.add_argument("--systems", nargs="+", default=["unicron", "unicron-loop", "torchrun"], choices=SYSTEMS)
     parser.add_argument("--faults", nargs="+", default=["worker", "node", "coordinator"])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--torchft-venv", type=Path, help="virtual environment with torchft-nightly")

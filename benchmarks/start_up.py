@@ -4,8 +4,9 @@
 
 Prints, for fresh interpreters:
 
-    modules   processor time [s] to import torch, then Lightning, then the strategy: the smallest of ``--runs``, which
-              is that of the least disturbed interpreter
+    modules   processor time [s] to import torch, then Lightning, then the strategy; and after torch, what a loop of
+              `unicron_lightning.Run` imports: the smallest of ``--runs``, which is that of the least disturbed
+              interpreter
     packages  the packages with the largest share of it (``-X importtime``)
     memory    of a process that has imported everything and has forked a worker: what both share, and what the
               process keeps for itself beyond that
@@ -40,6 +41,8 @@ STAGES: Final = {
     "Lightning": "import lightning.pytorch",
     "this package": "import unicron_lightning.strategies.unicron",
 }
+LOOP: Final = "import torch._dynamo", "import unicron_lightning.loop.run"
+"""Imports of a loop after that of torch; an optimizer imports the first one."""
 _TIMED: Final = "import time; start = time.process_time(); {code}; print(time.process_time() - start)"
 _LINE: Final = re.compile(r"import time:\s+(\d+) \|\s+\d+ \| +([\w]+)")
 _SHOWN: Final = 8
@@ -152,6 +155,9 @@ def main() -> None:
     codes = list(STAGES.values())
     for place, (name, code) in enumerate(STAGES.items()):
         print(f"{name:14} {stage_seconds(codes[:place], code, runs):6.2f} s of a processor", flush=True)
+    for place, code in enumerate(LOOP):
+        seconds = stage_seconds([codes[0], *LOOP[:place]], code, runs)
+        print(f"a loop: {code.removeprefix('import '):26} {seconds:6.2f} s of a processor", flush=True)
     shares = ", ".join(f"{name} {seconds:.2f}" for name, seconds in packages("; ".join(codes)))
     print(f"by package, one interpreter with -X importtime: {shares}", flush=True)
     fork, private, shared = map(float, output(_FORK.format(imports="; ".join(codes), runs=runs))[0].split()[-3:])

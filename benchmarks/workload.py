@@ -17,9 +17,11 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 WORKERS = int(os.environ.get("BENCH_WORKERS", "3"))
 MICRO_BATCHES = int(os.environ.get("BENCH_MICRO_BATCHES", "4"))
@@ -60,6 +62,16 @@ def samples(micro: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(micro)
     features = torch.randn(MICRO_SIZE, FEATURES, generator=generator)
     return features, torch.randint(0, CLASSES, (MICRO_SIZE,), generator=generator)
+
+
+class Samples(Dataset[Any]):
+    """One item is one micro-batch."""
+
+    def __len__(self) -> int:
+        return STEPS * MICRO_BATCHES * WORKERS
+
+    def __getitem__(self, micro: int) -> tuple[int, Tensor, Tensor]:
+        return micro, *samples(micro)
 
 
 def number(step: int, place: int, worker: int) -> int:
