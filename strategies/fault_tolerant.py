@@ -299,7 +299,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         if self._undo_kernels is None:
             self._undo_kernels = use_deterministic_kernels()
         if self.is_global_zero and not self.session.is_joiner:
-            say(self.trainer, announced(self.root_device))
+            say(self.trainer, announced(self.root_device, self.parallelism.size))
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

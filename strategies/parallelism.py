@@ -134,6 +134,7 @@ class Parallelism(ABC):
             from another replica, and `checkpoints` writes them, and restores them once the model is built.
         shuffles: whether training data is shuffled as under ddp.
         shards: devices that compute a micro-batch together, in the declared world.
+        size: workers of a replica.
         one_size: whether all micro-batches must have the same number of samples.
         scheduled: whether the number of a step's micro-batches may depend on the data epoch.
         optimizes_manually: whether modules may have ``automatic_optimization=False``.
@@ -145,6 +146,7 @@ class Parallelism(ABC):
     whole: bool
     shuffles: bool
     shards: int
+    size = 1
     one_size = False
     scheduled = True
     optimizes_manually = False

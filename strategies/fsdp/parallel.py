@@ -28,7 +28,7 @@ from unicron_lightning.fsdp.accelerator import accelerator_for
 from unicron_lightning.fsdp.checks import check_sharded_optimizer
 from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.holder import ShardHolder
-from unicron_lightning.fsdp.mesh import ReplicaMesh, ShardGroup, sum_gradients
+from unicron_lightning.fsdp.mesh import ReplicaMesh, ShardGroup, local_shard, reshard, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.fsdp.rows import number_of_rows
 from unicron_lightning.replica.member import ReplicaMember
@@ -39,11 +39,14 @@ from unicron_lightning.strategies.fsdp.steps import ShardedEvaluation, ShardedSt
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.state.memory import ReplicaDivision
 from unicron_lightning.worker import codec
+from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.communication.nccl import check_device
 from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.module_buffers import unsaved
+from unicron_lightning.worker.operations import Agreement
 from unicron_lightning.worker.reporting import balance_of
+from unicron_lightning.worker.reproducible import digest_from, state_tensors, weighted
 from unicron_lightning.worker.rows import present
 from unicron_lightning.worker.session import Session, control_of_process
 
@@ -311,7 +314,8 @@ class FsdpParallel(Parallelism):
         device = strategy.root_device
         place_rest(strategy.module, device)
         accelerator = accelerator_for(device, lambda: strategy.engine.check())
-        model = FsdpShard(strategy.module, self._group, device=device, accelerator=accelerator)
+        exact = strategy.reproducible
+        model = FsdpShard(strategy.module, self._group, device=device, accelerator=accelerator, exact=exact)
         self.holder.hold(model, strategy.shape.micro_batches)
 
     def _stepped(self, *_: Any) -> None:
@@ -370,6 +374,25 @@ class FsdpParallel(Parallelism):
 
     def finish(self) -> None:
         self.member.finish(self.strategy.engine)
+
+    def digest(self) -> str:
+        member, engine = self.member, self.strategy.engine
+        own: dict[str, Any] = {}
+        reshard(self.strategy.module)
+        for name, value in state_tensors(self.strategy.module.state_dict()):
+            part, first = local_shard(value), 0
+            if isinstance(value, DTensor) and value.numel():
+                rows = min(-(-len(value) // self.size) * self.shard, len(value))
+                first = rows * (value.numel() // len(value))
+            sharded = isinstance(value, DTensor)
+            own[name] = [str(value.dtype), [*value.shape], str(weighted(part, first)), sharded]
+        word = codec.encode([member.fabric.own_shard, own])
+        shards = dict(map(codec.decode, unpack_parts(engine.run(Agreement("digest", lambda rank: word)))))
+        found = {}
+        for name, (dtype, shape, number, sharded) in shards[0].items():
+            numbers = [int(each[name][2]) for each in shards.values()] if sharded else [int(number)]
+            found[name] = dtype, list(shape), sum(numbers) % (1 << 64)
+        return digest_from(found)
 
     def close(self) -> None:
         """Keep the shard for the script's next run."""

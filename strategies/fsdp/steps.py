@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -16,6 +17,7 @@ from typing_extensions import override
 from unicron_lightning.data.loader import BatchRows, GlobalBatch
 from unicron_lightning.data.order import check_loader
 from unicron_lightning.data.seeding import place_seed, seed_all
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.gradients import clip_shards
 from unicron_lightning.fsdp.rows import StepRows
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
@@ -58,6 +60,11 @@ class ShardedSteps:
         self.balance = balance
         module = self._parallel.strategy.module
         self._effects = Effects(module, StepMetrics(module))
+        if self._parallel.strategy.reproducible and any(isinstance(each, _NormBase) for each in module.modules()):
+            raise ConfigError(
+                "reproducible=True with batch norm: unicron_fsdp adds its statistics in the order of replicas; "
+                "expected another norm"
+            )
 
     def check_data(self, loader: DataLoader[Any]) -> None:
         """Refuse nothing more than `data.order.check_loader`."""
@@ -65,9 +72,8 @@ class ShardedSteps:
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
         strategy, member, effects = self._parallel.strategy, self._parallel.member, self._effects
         assert effects is not None
-        rows = StepRows(
-            batch, self._parallel.holder.part, effects, strategy.agreed, strategy.engine.activity, anew=batch.step == 0
-        )
+        options = (strategy.agreed, strategy.engine.activity, member.model.gradients)
+        rows = StepRows(batch, self._parallel.holder.part, effects, *options, anew=batch.step == 0)
         batches = MicroBatches(strategy, batch, rows.add, effects, takes_index=bool(where))
         digest = self.divergence.shard_digest(strategy.engine, member.model.shard)
         call = partial(rows.call, batches.run)

@@ -37,6 +37,8 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         rebalance: a replica that is slower than the others gets fewer of a step's rows of micro-batches.
         cpu_offload: keep parameters, gradients and optimizer state in host memory, and update them there; refused with
             ``accelerator="cpu"``, and without effect on a ``configure_model`` that shards.
+        reproducible: the same bits for any failures, joins and stragglers, and any number of replicas of the same size;
+            see `UnicronStrategy`.
         digest_every, on_divergence: comparison of the replicas' parameters, shard by shard; see `UnicronStrategy`.
 
     Raises:
@@ -58,8 +60,9 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         rebalance: bool = False,
         digest_every: int = 100,
         on_divergence: OnDivergence = "heal",
+        reproducible: bool = False,
     ) -> None:
-        super().__init__(num_micro_batches=num_micro_batches, compare=False)
+        super().__init__(num_micro_batches=num_micro_batches, compare=False, reproducible=reproducible)
         if shard_size is not None and shard_size < 1:
             raise ConfigError(f"shard_size={shard_size!r}: expected 1 or more, or None for the devices of a node")
         for name, value in (

@@ -32,6 +32,7 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
         redundancy: redundancy of the distributed optimizer's shards (``ddp.use_distributed_optimizer``); default: one
             copy of each.
         digest_every, on_divergence: comparison of the replicas' parameters, shard by shard; see `UnicronStrategy`.
+        reproducible: must be False.
 
     Raises:
         ConfigError: for settings that can't be supported exactly; see `checks`.
@@ -50,7 +51,13 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
         redundancy: Redundancy | None = None,
         digest_every: int = 100,
         on_divergence: OnDivergence = "heal",
+        reproducible: bool = False,
     ) -> None:
+        if reproducible:
+            raise ConfigError(
+                "reproducible=True: Megatron adds the gradients of micro-batches in its own buffers, as floats; "
+                "expected False, or unicron_fsdp"
+            )
         super().__init__(num_micro_batches=num_micro_batches, compare=False)
         for name, size in (
             ("tensor_model_parallel_size", tensor_model_parallel_size),

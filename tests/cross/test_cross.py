@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -62,6 +64,9 @@ EXACT = {
         "strikes": [{"step": 2, "point": "backward", "rank": 2}, {"step": 3, "rank": -1}]}""",
     "manual": """{"script": {"optimizer": "manual", "data": "stream", "workers": 3, "samples": 29, "metric": true},
         "strikes": [{"step": 3, "point": "backward", "rank": 0}, {"step": 6}]}""",
+    "sharded": """{"script": {"strategy": "unicron_fsdp", "workers": 3, "optimizer": "adamw", "buffer": true,
+        "validation": "epoch", "clip": 0.5, "saves": "model"},
+        "strikes": [{"step": 2, "point": "within_backward", "rank": 1}]}""",
 }
 """Cases whose worlds must have the bits of one process."""
 MEGATRON = {
@@ -142,6 +147,22 @@ def test_exact_cases(name: str, place: Site) -> None:
     verdict = run(place, f"exact_{name}", Case.from_text(EXACT[name]).made_exact())
     assert verdict.faults == (), verdict.log
     assert verdict.died >= 1
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_deaths_change_no_bit_of_shards(place: Site) -> None:
+    script = {"strategy": "unicron_fsdp", "shard_size": 2, "workers": 4, "optimizer": "adam", "reproducible": True}
+    worlds = []
+    for number, strikes in enumerate(([], [{"point": "within_backward", "rank": 2}, {"step": 6, "rank": 1}])):
+        verdict = run(place, f"shards{number}", Case.from_text(json.dumps({"script": script, "strikes": strikes})))
+        assert verdict.faults == () and verdict.died == len(strikes), verdict.log
+        found = [json.loads(path.read_text()) for path in (place.folder / f"shards{number}").glob("result-*.json")]
+        worlds.append({each["module"]["core.head.weight"]["shard"]: each for each in found if not each["spare"]})
+        log = verdict.log + "".join(path.read_text() for path in (place.folder / f"shards{number}").rglob("*.log"))
+        worlds[-1]["digests"] = set(re.findall("reproducible: digest ([0-9a-f]{16}) ", log))
+    assert worlds[0] == worlds[1]
+    assert len(worlds[0]["digests"]) == 1 and worlds[0].keys() == {0, 1, "digests"}
 
 
 @pytest.mark.faults

@@ -113,7 +113,7 @@ def _strategy(script: Script, *, plain: bool, alone: bool) -> Any:
 
         return strategy_of(script, alone=alone)
     return (
-        UnicronFSDPStrategy(shard_size=1 if alone else script.shard_size)
+        UnicronFSDPStrategy(shard_size=1 if alone else script.shard_size, reproducible=script.reproducible)
         if script.strategy == "unicron_fsdp"
         else UnicronStrategy(reproducible=script.reproducible)
     )

@@ -34,10 +34,17 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def alone(kind: str, world: Site) -> dict[str, Any]:
-    folder = world.folder / f"{kind}-single"
+    return single(world, kind)
+
+
+def single(world: Site, kind: str, *, reproducible: bool = False) -> dict[str, Any]:
+    """Train in one process, once."""
+    folder = world.folder / f"{kind}-{'exact' if reproducible else 'single'}"
     if folder.exists():
         return torch.load(folder / "alone" / "result.pt")
     folder.mkdir()
+    if reproducible:
+        (folder / "reproducible").touch()
     process = world.start_alone(folder / "log")
     process.start("alone", "loop.worker", str(folder), f"{kind}-alone")
     limit = time.monotonic() + SECONDS
@@ -56,11 +63,15 @@ def drawn(seed: int, steps: int) -> list[tuple[int, int, str]]:
     return [*deaths, (chance.randrange(WORKERS), 1, chance.choice(RECOVERING))]
 
 
-def run(world: Site, name: str, history: list[tuple[int, int, str]]) -> list[dict[str, Any]]:
+def run(
+    world: Site, name: str, history: list[tuple[int, int, str]], *, reproducible: bool = False
+) -> list[dict[str, Any]]:
     folder = world.folder / name
     started = world.start_world(f"loop-{name}", folder / "agents", WORKERS, least=1, restarts=6)
     folder.mkdir(exist_ok=True)
     (folder / "history.json").write_text(json.dumps(history))
+    if reproducible:
+        (folder / "reproducible").touch()
     try:
         started.start("loop.worker", str(folder), name)
         limit = time.monotonic() + SECONDS
@@ -122,3 +133,19 @@ def test_all_die_and_the_task_resumes_from_its_checkpoint(kind: str, world: Site
     for each in found:
         check(each, alone)
         assert SAVED < min(each["losses"]) <= SAVED + 3
+
+
+def test_a_reproducible_loop_has_the_bits_of_one_process(world: Site) -> None:
+    alone = single(world, "plain", reproducible=True)
+    steps = KINDS["plain"]
+    histories = [drawn(11, steps), drawn(12, steps), [(-1, SAVED + 1, "micro_batch"), (1, 2, "launched")]]
+    for number, history in enumerate(histories):
+        found = run(world, f"plain-exact{number}", history, reproducible=True)
+        assert found
+        for each in found:
+            assert each["state"].keys() == alone["state"].keys()
+            assert [key for key, value in each["state"].items() if not torch.equal(value, alone["state"][key])] == []
+            for part in ("losses", "evaluated"):
+                assert each[part] == {step: alone[part][step] for step in each[part]}
+    log = (world.folder / "plain-exact" / "log" / "alone.log").read_text()
+    assert log.count("reproducible: ") == 2 and log.count("reproducible: digest ") == 1

@@ -219,7 +219,8 @@ def main(folder: Path, name: str) -> None:
     out = folder / "alone" if name.endswith("-alone") else folder
     out.mkdir(exist_ok=True)
     data: Any = DataLoader(Stream(), batch_size=4) if kind == "stream" else Numbers()
-    run = unicron.Run(data, checkpoints=out / "checkpoints", **_options(kind))
+    is_exact = (folder / "reproducible").exists()
+    run = unicron.Run(data, checkpoints=out / "checkpoints", reproducible=is_exact, **_options(kind))
     deaths, training = Deaths(folder, run), Training(run, kind)
     result: dict[str, Any] = {"losses": {}, "evaluated": {}}
     loops = [run.steps(BREAK), run.steps(max_epochs=EPOCHS)] if kind == "loops" else [run.steps(max_epochs=EPOCHS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning import environ
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.fsdp.export import checkpoint_digests
 from unicron_lightning.strategies.checks import check_trainer
 from unicron_lightning.strategies.collectives.operations import CollectiveInStep
 from unicron_lightning.strategies.environment import own_device
@@ -195,6 +197,22 @@ def test_settings(settings: dict[str, Any], message: str) -> None:
 def test_bucket_size(value: float) -> None:
     with pytest.raises(ConfigError, match=rf"bucket_mib={value}"):
         UnicronStrategy(bucket_mib=value)
+
+
+def test_reproducible_workers_are_compared() -> None:
+    with pytest.raises(ConfigError, match=r"reproducible=True with compare=False"):
+        UnicronStrategy(reproducible=True, compare=False)
+
+
+def test_the_digest_of_a_run_is_that_of_its_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch.unicron")
+    trainer = fit(Small(), strategy=UnicronStrategy(reproducible=True))
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    parameters, optimizers = checkpoint_digests(tmp_path / "end.ckpt")
+    lines = [line for line in caplog.messages if line.startswith("reproducible: ")]
+    assert len(lines) == 2 and " threads; another of these gives other bits" in lines[0]
+    assert lines[1] == f"reproducible: digest {parameters} of the parameters, step {trainer.global_step}"
+    assert optimizers != parameters
 
 
 def test_num_micro_batches() -> None:

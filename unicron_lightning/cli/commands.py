@@ -11,7 +11,7 @@ from typing import Any
 from unicron_lightning.cli import calibrate, certs, inspection, node, orders, report, run
 from unicron_lightning.cli.output import visible
 from unicron_lightning.cli.plan.command import add_parser as add_plan_parser
-from unicron_lightning.errors import UnicronError
+from unicron_lightning.errors import ConfigError, UnicronError
 
 _EPILOG = """\
 exit status:
@@ -120,7 +120,10 @@ def _completion(options: argparse.Namespace) -> int:
 def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     export = commands.add_parser("export", help="write a checkpoint to one file")
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="file or folder, or its URL, e.g. s3://bucket/x.ckpt")
-    export.add_argument("output", type=Path, metavar="OUTPUT", help="new file: *.safetensors (the model), or *.ckpt")
+    export.add_argument(
+        "output", type=Path, nargs="?", metavar="OUTPUT", help="new file: *.safetensors (the model), or *.ckpt"
+    )
+    export.add_argument("--digest", action="store_true", help="print digests of the checkpoint instead")
     export.add_argument(
         "--accumulate-grad-batches",
         type=int,
@@ -132,8 +135,14 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _export(options: argparse.Namespace) -> int:
-    from unicron_lightning.fsdp.export import export_checkpoint  # imports torch
+    from unicron_lightning.fsdp.export import checkpoint_digests, export_checkpoint  # imports torch
 
+    if options.digest == (options.output is not None):
+        raise ConfigError("unicron export: expected either OUTPUT or --digest")
+    if options.digest:
+        parameters, optimizers = checkpoint_digests(options.checkpoint)
+        print(f"digest {parameters} of the parameters, {optimizers} of the optimizers")
+        return 0
     count = export_checkpoint(options.checkpoint, options.output, batches=options.accumulate_grad_batches)
     print(f"{options.output}: {count} tensors of the model")
     return 0

@@ -16,10 +16,14 @@ from unicron_lightning.checkpoints.files import REST, is_folder
 from unicron_lightning.checkpoints.index import read_checkpoint
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.private_files import open_stored
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.reproducible import digest_of
 
 SAFETENSORS: Final = ".safetensors"
 OWN: Final = ("unicron_logged", "unicron_state")
 """Keys of a checkpoint that this package's strategies add; see `strategies.state.join_state`."""
+OF_LOOPS: Final = "unicron_loop"
+"""Key of a file of `Run.save`; see `loop.registered`."""
 FILES: Final = (".ckpt", ".pt", ".pth")
 
 
@@ -64,6 +68,28 @@ def export_checkpoint(checkpoint: str | Path, output: Path, *, batches: int = 1)
     return sum(isinstance(each, Tensor) for each in state.values())
 
 
+def checkpoint_digests(checkpoint: str | Path) -> tuple[str, str]:
+    """Return the digests of the parameters of a checkpoint, as a reproducible run prints it, and of its optimizers.
+
+    Args:
+        checkpoint: as of `export_checkpoint`, or a file of `Run.save`.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read.
+    """
+    if _is_divided(checkpoint):
+        content = _folder(checkpoint, model_only=False)
+    else:
+        content = _plain(checkpoint, _loaded, checkpoint)
+    if OF_LOOPS in content:
+        rest = codec.decode(content.pop(OF_LOOPS))
+        return digest_of(content), digest_of([rest["optimizers"], rest["others"]])
+    if "state_dict" not in content:
+        raise ConfigError(f"{str(checkpoint)!r} is no checkpoint: it has no state_dict")
+    rest = [content.get(name, []) for name in ("optimizer_states", "lr_schedulers")]
+    return digest_of(content["state_dict"]), digest_of(rest)
+
+
 def _is_divided(path: str | Path) -> bool:
     """Whether a path or URL is that of a folder.
 
@@ -85,14 +111,15 @@ def _folder(path: str | Path, *, model_only: bool) -> dict[str, Any]:
 
 
 def _file(path: str | Path) -> dict[str, Any]:
-    def read(path: str | Path) -> dict[str, Any]:
-        with open_stored(path) as file:
-            content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        return content
-
-    content = _plain(path, read, path)
+    content = _plain(path, _loaded, path)
     if "state_dict" not in content:
         raise ConfigError(f"{str(path)!r} is no checkpoint of Lightning's: it has no state_dict")
+    return content
+
+
+def _loaded(path: str | Path) -> dict[str, Any]:
+    with open_stored(path) as file:
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return content
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from unicron_lightning.fsdp.mesh import local_shard, local_shards, with_local_shard
 from unicron_lightning.replica.channels import PeerGroup
+from unicron_lightning.worker.exact_sums import CLASS, MARKS, ExactSum, magnitudes, reduce_apart
 
 BUCKET_BYTES = 25 << 20
 """Size above which a bucket gets no further parameter."""
@@ -65,6 +67,9 @@ class ShardedGradients:
         for parameter, own in zip(self.parameters, self._own, strict=True):
             parameter.grad = own
         self._own = None
+
+    def take(self) -> None:
+        """End a row: add its gradients to the sums, unless FSDP2 does."""
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -140,6 +145,77 @@ def clip_shards(parameters: Iterable[nn.Parameter], most: float, norm: float) ->
     if grads:
         torch._foreach_mul_(local_shards(grads), factor)
     return factor
+
+
+_BITS: Final = 46
+"""Bits of a row's integers, for steps of up to 2**16 rows."""
+_LEAST, _MOST = -68, 65
+"""Range of the classes of values that are added apart, in float64."""
+
+
+class ExactShardedGradients(ShardedGradients):
+    """Gradients whose sums over rows have the same bits on any number of replicas; see `worker.exact_sums`.
+
+    Each row is on the grid of its own largest value: the reduction follows the last backward, so there is time to agree
+    on the grids. All reductions are repeated after a failure.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        super().__init__(parameters, device)
+        parts = [local_shard(each) for each in parameters]
+        integers = [torch.zeros(1, dtype=torch.int64, device=each.device).expand(each.numel()) for each in parts]
+        self._sums = [ExactSum(each) for each in integers]
+
+    @override
+    def begin(self) -> None:
+        super().begin()
+        for each in self._sums:
+            each.begin(None, _BITS)
+
+    @override
+    def take(self) -> None:
+        pairs = zip(self._sums, self.parameters, strict=True)
+        found = [(each, p, local_shard(p.grad)) for each, p in pairs if p.grad is not None]
+        sizes = magnitudes([part for _, _, part in found])
+        for (each, parameter, part), largest in zip(found, sizes, strict=True):
+            each.add(part, largest)
+            parameter.grad = None
+
+    @override
+    def recover(self, reduced: int) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @override
+    def reduce(self) -> None:
+        width = 2 + _MOST - _LEAST
+        table = torch.zeros(len(self._sums), width, dtype=torch.int64)
+        for row, each in zip(table, self._sums, strict=True):
+            row[0] = each.used
+            for top in each.apart:
+                row[1 if top == MARKS else 2 + top // CLASS - _LEAST] = 1
+        if self.peers is not None:
+            self.peers.sum(table)
+        tops = [MARKS, *(CLASS * number for number in range(_LEAST, _MOST))]
+        found = [
+            (each, tops[place])
+            for each, row in zip(self._sums, table.tolist(), strict=True)
+            for place, number in enumerate(row[1:])
+            if number
+        ]
+        reduce_apart(self._sums, found, self._add)
+        for parameter, each, row in zip(self.parameters, self._sums, table.tolist(), strict=True):
+            part = local_shard(parameter)
+            out = torch.empty(part.numel() if row[0] else 0, dtype=part.dtype, device=part.device)
+            if row[0]:
+                each.write(None, out)
+            parameter.grad = with_local_shard(parameter, out.view_as(part)) if row[0] else None
+
+    def _add(self, flat: Tensor) -> None:
+        if self.accelerated is not None and flat.device.type == self.device.type:
+            self.accelerated.allreduce([flat]).wait()
+        elif self.peers is not None:
+            self.peers.sum(flat)
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from unicron_lightning.fsdp.accelerator import ShardAccelerator
 from unicron_lightning.fsdp.folder import load_optimizer, with_values
-from unicron_lightning.fsdp.gradients import ShardedGradients
+from unicron_lightning.fsdp.gradients import ExactShardedGradients, ShardedGradients
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, local_shards, reset_after_exception, reshard
 from unicron_lightning.replica.channels import Channels, PeerGroup
 from unicron_lightning.worker.delivery import divided_shard
@@ -29,6 +29,7 @@ class FsdpShard:
         group: of the replica's shards.
         device: of the model, also if its shards are kept in host memory.
         accelerator: makes the groups of an accelerator; None on the CPU.
+        exact: sum gradients over rows and replicas as `worker.exact_sums` does.
 
     Attributes:
         optimizer: steps the sharded parameters; None before the first ``fit``.
@@ -47,6 +48,7 @@ class FsdpShard:
         *,
         device: torch.device = _CPU,
         accelerator: ShardAccelerator | None = None,
+        exact: bool = False,
     ) -> None:
         self.root = root
         self.group = group
@@ -54,7 +56,7 @@ class FsdpShard:
         self.fits = 0
         self.device = device
         self.grad_norm = 0.0
-        self.gradients = ShardedGradients(list(root.parameters()), device)
+        self.gradients = (ExactShardedGradients if exact else ShardedGradients)(list(root.parameters()), device)
         self.accelerator = accelerator
         self._alone: PeerGroup | None = None
 

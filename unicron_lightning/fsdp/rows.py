@@ -11,9 +11,11 @@ from typing_extensions import override
 
 from unicron_lightning.data.loader import BatchRows, GlobalBatch
 from unicron_lightning.data.passes import RowPart
+from unicron_lightning.fsdp.gradients import ExactShardedGradients, ShardedGradients
 from unicron_lightning.worker.buckets import FlatBucket
 from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.effects import Effects
+from unicron_lightning.worker.exact_sums import ExactSums, OrderedSums
 from unicron_lightning.worker.sums import AllUsed, LogCall, StepSums, SumsLayout
 
 
@@ -36,6 +38,7 @@ class StepRows:
         effects: of the micro-batches on the module.
         agreed: the members' agreement on the step's sums.
         activity: of this worker.
+        gradients: of the model.
         anew: whether to search the metric objects again.
 
     Attributes:
@@ -49,6 +52,7 @@ class StepRows:
         effects: Effects,
         agreed: SumsLayout,
         activity: Activity,
+        gradients: ShardedGradients,
         *,
         anew: bool = False,
     ) -> None:
@@ -57,6 +61,7 @@ class StepRows:
         self._effects = effects
         self._agreed = agreed
         self._activity = activity
+        self._gradients = gradients
         self._micro_batches = batch.micro_batches
         self._done: dict[int, _RowResult] = {}
         self._row = _RowResult(number=0, counts=False)
@@ -83,6 +88,7 @@ class StepRows:
             except BaseException:
                 self._effects.restore()
                 raise
+            self._gradients.take()
             self._activity.computed()
             if bucket is not None and counts:
                 self._row.norms = bucket.local.clone()
@@ -106,9 +112,15 @@ class StepRows:
         if effects.metrics is not None:
             recorded = effects.metrics.recorded
             effects.metrics.recorded = {number: recorded[number] for number in counted & recorded.keys()}
-        sums = ShardedSums(self._agreed, effects.norms, effects.buffers, AllUsed(), effects.metrics)
-        for loss, calls in (result for each in done for result in each.results):
-            sums.add(loss, calls)
+        parts = (self._agreed, effects.norms, effects.buffers, AllUsed(), effects.metrics)
+        if isinstance(self._gradients, ExactShardedGradients):
+            numbers = self._micro_batches
+            sums: ShardedSums = ExactShardedSums(*parts, numbers, ExactSums(self._agreed, len(numbers)))
+        else:
+            sums = ShardedSums(*parts)
+        for each in done:
+            for loss, calls in each.results:
+                sums.add(loss, calls, each.number)
         return sums
 
 
@@ -149,3 +161,11 @@ class ShardedSums(StepSums):
 
     def _flat(self) -> list[FlatBucket]:
         return [bucket for bucket in self.buckets if isinstance(bucket, FlatBucket)]
+
+
+class ExactShardedSums(ShardedSums, OrderedSums):
+    """`ShardedSums` that do not depend on the division of the micro-batches."""
+
+    @override
+    def totals(self) -> list[float]:
+        return [each + 0.0 for each in super().totals()]

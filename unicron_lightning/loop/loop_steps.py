@@ -18,9 +18,10 @@ from unicron_lightning.loop.registered import RegisteredObjects
 from unicron_lightning.worker.agreement import NO_DIGEST, StateDigest, part_of
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.effects import UNCOUNTED, Effects
+from unicron_lightning.worker.exact_sums import ExactGradients, step_sums
 from unicron_lightning.worker.reporting import StepReports
 from unicron_lightning.worker.step import GradientStep, Step
-from unicron_lightning.worker.sums import LogCall, Options, StepSums, SumsLayout
+from unicron_lightning.worker.sums import LogCall, Options, SumsLayout
 
 if TYPE_CHECKING:
     from unicron_lightning.loop.run import Run
@@ -131,16 +132,18 @@ class LoopSteps:
         run: whose steps they are.
         bucket_bytes: size of a gradient bucket.
         overlap: whether reductions start during the last micro-batch's backward.
+        reproducible: sums are exact.
 
     Attributes:
         run_of: as above.
         layouts: agreements on the sums of the first call of `LoopStep.run` in a step, the second one, etc.
     """
 
-    def __init__(self, run: Run, bucket_bytes: int, *, overlap: bool) -> None:
+    def __init__(self, run: Run, bucket_bytes: int, *, overlap: bool, reproducible: bool = False) -> None:
         self.run_of = run
         self.layouts = [SumsLayout()]
         self._options = bucket_bytes, overlap
+        self._kind = ExactGradients if reproducible else GradientBuckets
         self._gradients: GradientBuckets | None = None
         self._effects: Effects | None = None
         self._reports = StepReports()
@@ -175,14 +178,15 @@ class LoopSteps:
         gradients, effects, layout = self._buckets(anew=batch.step == 0), self._begin_effects(), self.layouts[call]
         gradients.begin()
         effects.begin(batch.micro_batches[0], layout, anew=False)
-        sums = StepSums(layout, effects.norms, effects.buffers, gradients)
+        sums = step_sums(layout, effects.norms, effects.buffers, gradients, None, batch.micro_batches)
         calls = FunctionCalls(self.run_of, batch, function, sums.add, effects, gradients, call)
         digest, whole = self._digest(call), batch.in_full_step
         return GradientStep(batch.micro_batches, gradients, sums, calls.run, digest=digest, in_full_step=whole)
 
     def _begin_effects(self) -> Effects:
         if self._effects is None:
-            self._effects = Effects(self._registered.module, None, frozen=True)
+            exact = self._kind is ExactGradients
+            self._effects = Effects(self._registered.module, None, frozen=True, exact=exact)
         return self._effects
 
     def _install(self, operation: Step[Any], used: Sequence[bool]) -> None:
@@ -234,7 +238,7 @@ class LoopSteps:
             if self._gradients is not None:
                 self._gradients.close()
             bucket_bytes, overlap = self._options
-            self._gradients = GradientBuckets(named, bucket_bytes, overlap)
+            self._gradients = self._kind(named, bucket_bytes, overlap)
         return self._gradients
 
 

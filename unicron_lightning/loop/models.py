@@ -55,9 +55,9 @@ class WholeModels:
         """See `Run.mesh`."""
         raise ConfigError("run.mesh of models that are not sharded: expected Run(..., shard_size=...)")
 
-    def steps(self, bucket_bytes: int, *, overlap: bool) -> LoopSteps:
+    def steps(self, bucket_bytes: int, *, overlap: bool, reproducible: bool) -> LoopSteps:
         """Return what runs the steps."""
-        return LoopSteps(self._run, bucket_bytes, overlap=overlap)
+        return LoopSteps(self._run, bucket_bytes, overlap=overlap, reproducible=reproducible)
 
     def enter(self, world: World) -> None:
         """Enter an epoch, before any work in it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ from unicron_lightning.worker.control.thread import terminable
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement, Join, Parting, agree_to_stop, takes_stop
 from unicron_lightning.worker.reporting import report_error
+from unicron_lightning.worker.reproducible import announced, conditions, digest_of, use_deterministic_kernels
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -68,8 +70,9 @@ class Run:
         on_divergence: as of `UnicronStrategy`.
         bucket_mib: size of a gradient bucket, in MiB.
         overlap: whether reductions start during the last micro-batch's backward.
+        reproducible: as of `UnicronStrategy`.
         shard_size: workers of a replica (S), which hold the models that the script shards on `mesh`; None: each worker
-            holds all models. The two options before are then of no effect.
+            holds all models. `bucket_mib` and `overlap` are then of no effect.
 
     Attributes:
         registered: what takes part.
@@ -99,6 +102,7 @@ class Run:
         on_divergence: OnDivergence = "heal",
         bucket_mib: float = 25.0,
         overlap: bool = True,
+        reproducible: bool = False,
         shard_size: int | None = None,
     ) -> None:
         _check_number("the batch size", micro_batch_size, least=1)
@@ -111,11 +115,18 @@ class Run:
         _check_number("shard_size", shard_size, least=1)
         if shard_size is not None and is_stream(self._loader.dataset):
             raise ConfigError(f"iterable data with shard_size={shard_size}: expected a data set with an index")
+        if shard_size is not None and reproducible:
+            raise ConfigError(f"reproducible=True with shard_size={shard_size}: expected one of them")
         if bucket_mib <= 0:
             raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
         if "://" in str(checkpoints):
             raise ConfigError(f"checkpoints={str(checkpoints)!r}: expected a folder that all workers see")
+        if reproducible and not compare:
+            raise ConfigError("reproducible=True with compare=False: workers of different kinds would not be found")
         self.device = _device(device)
+        self._reproducible = reproducible
+        self._undo: Callable[[], None] | None = None
+        """Ends the use of deterministic kernels."""
         self.divergence = Divergence(digest_every, on_divergence)
         self.should_stop = False
         self.global_step = self.current_epoch = 0
@@ -129,7 +140,7 @@ class Run:
         self.registered = self._models.registered
         self._comparison = Comparison(self, active=compare)
         self._reported = ReportedCheckpoints()
-        self._steps = self._models.steps(int(bucket_mib * _MIB), overlap=overlap)
+        self._steps = self._models.steps(int(bucket_mib * _MIB), overlap=overlap, reproducible=reproducible)
         self._data: Steps | None = None
         self._current: LoopStep | None = None
         self._begun = self._active = self._checked = self._parts = False
@@ -277,10 +288,14 @@ class Run:
         try:
             if not self._begin():
                 return
+            if self._reproducible:
+                self._undo = use_deterministic_kernels()
+                self._print(announced(self.device))
             self._session.runs(active=True)
             yield from self._bodies(reached)
             with self.failing():
                 self._models.finish()
+            self._print_digest()
         finally:
             self._end()
 
@@ -326,9 +341,21 @@ class Run:
             self._data.close()
             self._data = None
         self._steps.close()
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
         self._active = False
         self._session.runs(active=False)
         self.engine.activity.enter("over")
+
+    def _print_digest(self) -> None:
+        if self._reproducible:
+            found = digest_of(self.registered.models())
+            self._print(f"reproducible: digest {found} of the parameters, step {self.global_step}")
+
+    def _print(self, line: str) -> None:
+        if self.is_global_zero:
+            sys.stderr.write(f"{line}\n")
 
     def _stops(self) -> bool:
         """Whether the ranks have agreed on the end of the loop."""
@@ -343,7 +370,7 @@ class Run:
         self._passes_between = 0
         self._reported.fit = session.fits
         if session.fits == 1:  # as the script has made it, before anything is restored
-            self._comparison.begin(lambda: {"seed": f"{self._given_seed}", **self.registered.describe()})
+            self._comparison.begin(lambda: {"seed": f"{self._given_seed}", **self._described()})
         if session.control is not None:
             session.control.fit = session.fits
         if session.is_joiner and not engine.has_state:
@@ -375,6 +402,9 @@ class Run:
         if self._data is None:
             self._open_data()
         return True
+
+    def _described(self) -> dict[str, str]:
+        return {**self.registered.describe(), **(conditions(self.device) if self._reproducible else {})}
 
     def _leave_out(self) -> bool:
         self._session.left_out += 1

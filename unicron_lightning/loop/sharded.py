@@ -115,7 +115,7 @@ class ShardedModels(WholeModels):
         return self.holder.member.model
 
     @override
-    def steps(self, bucket_bytes: int, *, overlap: bool) -> LoopSteps:
+    def steps(self, bucket_bytes: int, *, overlap: bool, reproducible: bool) -> LoopSteps:
         return ShardedLoopSteps(self._run, self)
 
     @override
@@ -338,7 +338,7 @@ class ShardedLoopSteps(LoopSteps):
         self._forget(model.root.parameters())
         model.gradients.parameters = [parameter for _, parameter in self._registered.trained(anew=batch.step == 0)]
         effects = self._begin_effects()
-        rows = StepRows(batch, models.holder.part, effects, self.layouts[call], run.engine.activity)
+        rows = StepRows(batch, models.holder.part, effects, self.layouts[call], run.engine.activity, model.gradients)
         calls = FunctionCalls(run, batch, function, rows.add, effects, models, call)
         digest = NO_DIGEST if call else run.divergence.shard_digest(run.engine, model.shard)
         rest = (partial(rows.call, calls.run), rows.sums, None, digest)

@@ -16,7 +16,7 @@ Loss and logged values are few: they stay apart by micro-batch, and are added in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
 import torch
@@ -91,6 +91,11 @@ class ExactSum:
         """Number of elements."""
         return self._local.numel()
 
+    @property
+    def nothing(self) -> Tensor:
+        """Zeros in the place of a part that this rank does not have."""
+        return self._local.new_zeros(1).expand(self.numel)
+
     def add(self, value: Tensor, largest: float | None = None) -> None:
         """Add a micro-batch's value.
 
@@ -114,7 +119,7 @@ class ExactSum:
         top = -(-exponent // CLASS) * CLASS
         into = self.apart.get(top)
         if into is None:
-            into = self.apart[top] = torch.zeros_like(self._local)
+            into = self.apart[top] = self._local.new_zeros(self.numel)
         _accumulate(into, value, self._bits - top, first=False)
         into.sub_(_CENTRE_BITS)
 
@@ -231,14 +236,8 @@ class ExactSums:
             if tops and known:
                 self._largest[name] = max(known)
             wanted += [(each, top) for top in tops]
-        summed: dict[int, dict[int, Tensor]] = {}
-        for group in _groups(wanted):
-            flat = torch.cat([_apart(*each) for each in group])
-            engine.communicator.wait(engine.communicator.all_reduce(flat))
-            for (each, top), part in zip(group, flat.split([each.numel for each, _ in group]), strict=True):
-                summed.setdefault(id(each), {})[top] = part
-        for each in self._sums.values():
-            each.take(summed.get(id(each), {}))
+        communicator = engine.communicator
+        reduce_apart(self._sums.values(), wanted, lambda tensor: communicator.wait(communicator.all_reduce(tensor)))
 
     def agree(self) -> None:
         """After the commit: set the next tops of the tensors that have left their grids."""
@@ -246,9 +245,24 @@ class ExactSums:
             self._layout.tops[name] = largest + HEADROOM
 
 
-def _apart(each: ExactSum, top: int) -> Tensor:
-    part = each.apart.get(top)
-    return torch.zeros_like(each._local) if part is None else part
+def reduce_apart(
+    sums: Iterable[ExactSum], wanted: Iterable[tuple[ExactSum, int]], reduce: Callable[[Tensor], None]
+) -> None:
+    """Reduce what was added apart, and give each sum its own.
+
+    Args:
+        sums: all of the step.
+        wanted: which of them have something at a top on some rank: the same on all ranks.
+        reduce: sums a tensor over the ranks, in place.
+    """
+    summed: dict[int, dict[int, Tensor]] = {}
+    for group in _groups(wanted):
+        flat = torch.cat([each.apart.get(top, each.nothing) for each, top in group])
+        reduce(flat)
+        for (each, top), part in zip(group, flat.split([each.numel for each, _ in group]), strict=True):
+            summed.setdefault(id(each), {})[top] = part
+    for each in sums:
+        each.take(summed.get(id(each), {}))
 
 
 def _groups(wanted: Iterable[tuple[ExactSum, int]]) -> Iterator[list[tuple[ExactSum, int]]]:
@@ -256,7 +270,7 @@ def _groups(wanted: Iterable[tuple[ExactSum, int]]) -> Iterator[list[tuple[Exact
     group: list[tuple[ExactSum, int]] = []
     size = 0
     for each, top in wanted:
-        if group and (size >= _GROUP or each._local.device != group[0][0]._local.device):
+        if group and (size >= _GROUP or each.nothing.device != group[0][0].nothing.device):
             yield group
             group, size = [], 0
         group.append((each, top))

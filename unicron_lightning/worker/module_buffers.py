@@ -315,6 +315,7 @@ class ModuleBuffers:
                 source = self._places[index].base if value is None else value
                 source = torch.view_as_real(source) if source.is_complex() else source
                 packed.bucket.local[offset : offset + number] = source.reshape(-1).to(packed.bucket.local.dtype)
+            packed.bucket.local.add_(0)  # no negative zero, which a sum with zeros does not keep
 
     def _unpack(self) -> Iterator[tuple[int, Tensor]]:
         for packed in self._packed:

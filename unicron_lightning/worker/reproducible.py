@@ -28,7 +28,8 @@ def use_deterministic_kernels() -> Callable[[], None]:
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     filled, searched = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise torch refuses products of matrices
     torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
@@ -50,12 +51,18 @@ def conditions(device: torch.device) -> dict[str, str]:
     return {"processor": ", ".join(kinds), "threads": str(torch.get_num_threads()), "reproducible": "True"}
 
 
-def announced(device: torch.device) -> str:
-    """Return the line that states at the start which conditions the bits have."""
+def announced(device: torch.device, shards: int = 1) -> str:
+    """Return the line that states at the start which conditions the bits have.
+
+    Args:
+        device: of the model.
+        shards: workers of a replica.
+    """
     found = conditions(device)
+    sharded = f", {shards} shards" if shards > 1 else ""
     return (
-        f"reproducible: the same bits for all workers and histories with torch {torch.__version__}, "
-        f"{found['processor']}, {found['threads']} threads; another of these gives other bits"
+        f"reproducible: the same bits for all histories with torch {torch.__version__}, {found['processor']}, "
+        f"{found['threads']} threads{sharded}; another of these gives other bits"
     )
 
 
@@ -66,10 +73,15 @@ def _processor() -> str:
     return next(named, platform.machine())
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of tensors by their names: of their types, shapes and bits, on any kind of device."""
-    found = {name: (str(each.dtype), tuple(each.shape), weighted(each)) for name, each in tensors.items()}
-    return hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=8).hexdigest()
+def digest_of(state: Any) -> str:
+    """Return a digest of a nested state: of the types, shapes and bits of its tensors, on any kind of device."""
+    return digest_from({name: (f"{each.dtype}", [*each.shape], weighted(each)) for name, each in state_tensors(state)})
+
+
+def digest_from(found: Mapping[str, tuple[str, list[int], int]]) -> str:
+    """Return the digest of tensors of which type, shape and `weighted` are known, by name."""
+    plain = sorted((name, dtype, list(shape), number) for name, (dtype, shape, number) in found.items())
+    return hashlib.blake2b(repr(plain).encode(), digest_size=8).hexdigest()
 
 
 def weighted(tensor: Tensor, first: int = 0) -> int:
