@@ -137,7 +137,7 @@ def test_all_die_and_the_task_resumes_from_its_checkpoint(kind: str, world: Site
 
 def test_a_reproducible_loop_has_the_bits_of_one_process(world: Site) -> None:
     alone = single(world, "plain", reproducible=True)
-    steps = KINDS["plain"]
+    steps = EPOCHS * KINDS["plain"]
     histories = [drawn(11, steps), drawn(12, steps), [(-1, SAVED + 1, "micro_batch"), (1, 2, "launched")]]
     for number, history in enumerate(histories):
         found = run(world, f"plain-exact{number}", history, reproducible=True)
