@@ -6,6 +6,7 @@ Four agents with one worker each share the GPU. The reference is the same script
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[d
 
 
 def heals(folder: Path, schedule: list[dict[str, Any]], settings: dict[str, Any], reference: Reference) -> Any:
-    """Run a schedule to its end and compare; returns the differences."""
+    """Run a schedule to its end and compare; returns the differences, and times of the recoveries."""
     with Cluster(
         folder,
         agents=WORKERS,
@@ -82,7 +83,17 @@ def heals(folder: Path, schedule: list[dict[str, Any]], settings: dict[str, Any]
     ) as cluster:
         cluster.finish(kit.limit() - 10)
         check_schedule(cluster, schedule)
-        return check_exact(folder, reference, workers=WORKERS)
+        return {**check_exact(folder, reference, workers=WORKERS), **phases(cluster)}
+
+
+def phases(cluster: Cluster) -> dict[str, float]:
+    """Medians over the recoveries: until workers agree on an epoch and are connected, and seconds of the incidents."""
+    entered = [event for event in cluster.events("worker.entered_epoch") if event["kind"] == "fail"]
+    found = {name: statistics.median(event[name] for event in entered) for name in ("wait_ms", "connect_ms")}
+    closed = [event["phases"] for event in cluster.events("incident_closed")]
+    for name in ("detection", "transition"):
+        found[f"{name}_seconds"] = statistics.median(each[name]["seconds"] for each in closed)
+    return {name: round(value, 3) for name, value in found.items()}
 
 
 def full() -> float:

@@ -22,7 +22,7 @@ from unicron_lightning.worker.communication.communicator import Handle, Route
 from unicron_lightning.worker.communication.device_marks import DeviceMarks
 from unicron_lightning.worker.communication.gloo import OPERATION_TIMEOUT
 from unicron_lightning.worker.communication.owned_group import (
-    Ended,
+    EndMark,
     Library,
     OwnedGroup,
     OwnedHandle,
@@ -128,7 +128,7 @@ class NcclLibrary:
     def make(self, store: dist.Store, rank: int, world: int) -> Any:
         return make_group(store, rank, world, self._device)
 
-    def connect(self, group: Any, *, messages: bool = False) -> Ended:
+    def connect(self, group: Any, *, messages: bool = False) -> EndMark:
         torch.cuda.set_device(self._device)  # of a helper thread
         numbers = torch.ones(1 + 2 * group.size(), 1, device=self._device)
         self._kept.append(numbers)
@@ -138,7 +138,7 @@ class NcclLibrary:
             work = group.alltoall(parts[::2], parts[1::2])
         return self.mark(work)
 
-    def mark(self, work: Any) -> Ended:
+    def mark(self, work: Any) -> EndMark:
         if self._marks is None:
             self._marks = DeviceMarks.take(self._device)
         return self._marks.after(work)

@@ -69,7 +69,7 @@ def wait_owners(seconds: float) -> bool:
     return any(owner.is_alive() for owner in owners)
 
 
-Ended = Callable[[], bool]
+EndMark = Callable[[], bool]
 """Whether a collective has ended, successfully or not; never blocks, and calls neither driver nor library."""
 
 
@@ -80,7 +80,7 @@ class Library(Protocol):
         """Build an unconnected group, which has a method ``abort``."""
         ...
 
-    def connect(self, group: Any, *, messages: bool = False) -> Ended:
+    def connect(self, group: Any, *, messages: bool = False) -> EndMark:
         """Start the collectives that connect a group.
 
         Args:
@@ -89,7 +89,7 @@ class Library(Protocol):
         """
         ...
 
-    def mark(self, work: Any) -> Ended:
+    def mark(self, work: Any) -> EndMark:
         """Follow a collective that the calling thread has just started."""
         ...
 
@@ -107,7 +107,7 @@ class OwnedHandle(Handle):
 
     __slots__ = ("ended", "memory")
 
-    def __init__(self, ended: Ended, memory: object) -> None:
+    def __init__(self, ended: EndMark, memory: object) -> None:
         super().__init__(None)
         self.done = False
         self.ended = ended
