@@ -159,7 +159,8 @@ def test_deaths_change_no_bit_of_shards(place: Site) -> None:
         assert verdict.faults == () and verdict.died == len(strikes), verdict.log
         found = [json.loads(path.read_text()) for path in (place.folder / f"shards{number}").glob("result-*.json")]
         worlds.append({each["module"]["core.head.weight"]["shard"]: each for each in found if not each["spare"]})
-        log = verdict.log + "".join(path.read_text() for path in (place.folder / f"shards{number}").rglob("*.log"))
+        logs = (place.folder / f"shards{number}" / "agents").rglob("*.log")
+        log = "".join(path.read_text() for path in logs)
         worlds[-1]["digests"] = set(re.findall("reproducible: digest ([0-9a-f]{16}) ", log))
     assert worlds[0] == worlds[1]
     assert len(worlds[0]["digests"]) == 1 and worlds[0].keys() == {0, 1, "digests"}
