@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import unicron_lightning as unicron
+from unicron_lightning.errors import ConfigError
 
 SHARDS: Final = 2
 WORKERS: Final = 4
@@ -35,6 +37,15 @@ class Net(nn.Module):
         hidden = self.layers[:3](values)
         seen = self.layers[3](hidden)
         return nn.functional.mse_loss(self.back(hidden), targets), seen
+
+
+def refusal(act: Callable[[], Any]) -> str:
+    """Return the message with which something is refused; empty if it is not, as without gradients."""
+    try:
+        act()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def main(folder: Path, name: str) -> None:
@@ -66,6 +77,7 @@ def main(folder: Path, name: str) -> None:
     run.register(optimizer=optimizer, judge=judge, schedule=schedule)
     if "load" in options:
         run.load(options["load"])
+    refused = ""
     losses: dict[int, Any] = {}
     evaluated: dict[int, Any] = {}
 
@@ -82,6 +94,8 @@ def main(folder: Path, name: str) -> None:
         deaths.wait()
         found = step.run(loss_of)
         deaths.at("body")
+        if shards and step.number == SAVED:
+            refused = refusal(lambda: nn.utils.clip_grad_norm_(net.parameters(), 1.0))
         norm = step.clip_grad_norm_(0.3)
         optimizer.step()
         schedule.step()
@@ -102,6 +116,7 @@ def main(folder: Path, name: str) -> None:
         for key, value in torch.load(path, weights_only=True)[model].items()
     }
     result = {"state": state, "losses": losses, "evaluated": evaluated, "step": run.global_step}
+    result |= {"shards": run.mesh.size() if shards else 1, "refused": refused}
     result |= {"rate": schedule.get_last_lr(), "random": torch.rand(1)}
     target = out / ("result.pt" if name == "alone" else f"result-{os.environ['RANK']}-{os.getpid()}.pt")
     torch.save(result, target.with_suffix(".part"))

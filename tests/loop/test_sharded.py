@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import torch
 from joins.running import SECONDS, Site, World, results, site
 from loop.sharded_worker import WORKERS
 from loop.worker import EPOCHS, SAVED
+
+from unicron_lightning.errors import UnicronError
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -99,6 +103,7 @@ def test_a_run_without_deaths_is_that_of_whole_models_in_one_process(world: Site
     assert len(found) == WORKERS
     for each in found:
         check(each, alone)
+    assert any("clip by step.clip_grad_norm_" in each["refused"] for each in found)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -124,3 +129,50 @@ def test_a_checkpoint_continues_in_another_number_of_shards_and_replicas(world: 
     for each in found:
         check(each, alone)
         assert min(each["losses"]) == SAVED + 1
+
+
+class AtStep:
+    """Acts once, when a task has done a number of steps.
+
+    Args:
+        site: has the coordinator.
+        step: the number.
+        action: returns whether it has been done.
+    """
+
+    def __init__(self, site: Site, step: int, action: Callable[[World], bool]) -> None:
+        self._site, self._step, self._action = site, step, action
+        self.done = False
+
+    def __call__(self, started: World) -> None:
+        """Act if it is time."""
+        progress = self._site.cluster.task_status(started.task).get("progress") or {"step": 0}
+        if not self.done and progress["step"] >= self._step:
+            self.done = self._action(started)
+
+
+def test_a_node_leaves_and_another_one_joins(world: Site, alone: dict[str, Any]) -> None:
+    def leave(started: World) -> bool:
+        started.replace(1, signal.SIGTERM)
+        return True
+
+    act = AtStep(world, 3, leave)
+    found = run(world, "leave", [], act=act)
+    assert act.done and found
+    for each in found:
+        check(each, alone)
+
+
+def test_an_operator_changes_the_number_of_shards(world: Site, alone: dict[str, Any]) -> None:
+    def order(started: World) -> bool:
+        with suppress(UnicronError):  # it has not begun to train
+            world.cluster.fetch(f"/v1/tasks/{started.task}/relayout", method="POST", shards="4")
+            return True
+        return False
+
+    act = AtStep(world, 3, order)
+    found = run(world, "relayout", [], act=act)
+    assert act.done and len(found) == WORKERS
+    for each in found:
+        check(each, alone)
+        assert each["shards"] == 4 and min(each["losses"]) > 3

@@ -80,6 +80,15 @@ def test_between_two_updates_nothing_is_copied() -> None:
     assert layout.stale == frozenset() and layout.newest == 6
 
 
+def test_between_two_operations_nothing_is_copied() -> None:
+    before = words(founders(4))
+    members = [*before, ShardReport(shard=0, at=3), ShardReport(shard=1, at=3)]
+    wide = Shape(tensor=1, pipeline=2, replicas=3)
+    uneven, even = (plan_layout(2, members, wide, even=each) for each in (False, True))
+    assert [replica.members for replica in uneven.replicas] == [(0, 1), (2, 3)] and uneven.stale == frozenset()
+    assert [replica.members for replica in even.replicas][2:] == [(4, 5)] and even.stale == frozenset({4, 5})
+
+
 def test_connections_within_a_replica_are_carried_only_if_all_its_workers_have_them() -> None:
     before = words(founders(4))
     before[1] = ShardReport(shard=1, replica=before[1].replica, at=5, intact=False)

@@ -200,7 +200,7 @@ class ShardedModels(WholeModels):
             yield
         finally:
             self._group.refusal, self.refusal = _APART, BACKWARD
-            reshard(self.registered.module)
+        reshard(self.registered.module)
 
     def _stepped(self, name: str, *_: Any) -> None:
         self.due.discard(name)
