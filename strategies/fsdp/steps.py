@@ -78,6 +78,7 @@ class ShardedSteps:
         digest = self.divergence.shard_digest(strategy.engine, member.model.shard)
         call = partial(rows.call, batches.run)
         operation = ReplicaStep(rows.numbers, member.model, member.fabric, call, rows.sums, self.balance, digest)
+        member.model.loaded = rows.renew
         strategy.engine.run(operation)
         self.divergence.check(operation, strategy.engine)
         assert operation.sums is not None
@@ -160,6 +161,7 @@ class ShardedEvaluation(GlobalPasses):
     def operation(self, batch: PassBatch) -> ReplicaEvaluation:
         member = self._parallel.member
         size, rows = self._parallel.size, _PassRows(self._parallel, batch)
+        member.model.loaded = rows.renew
         batches, device = range(len(rows.numbers) * size), member.model.device
         return ReplicaEvaluation(
             batches, lambda row: 0, member.fabric, device, rows.evaluate, rows.results, tells=True, width=size
@@ -179,8 +181,12 @@ class _PassRows:
         self.numbers = self._rows.numbers
         self._strategy = parallel.strategy
         self._batch = batch
-        self._buffers = EvaluationBuffers(parallel.strategy.module)
         self._counted: dict[int, list[int]] = {}
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin with the module's present buffers."""
+        self._buffers = EvaluationBuffers(self._strategy.module)
 
     def evaluate(self, rows: Sequence[int], _: int) -> None:
         """Run some rows forward, together with the partners."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class FsdpShard:
     Attributes:
         optimizer: steps the sharded parameters; None before the first ``fit``.
         accelerator: as above.
+        loaded: called when the state of another worker has been loaded, as in the middle of a step.
         fits: number of the script's ``fit`` calls so far, each with a new optimizer.
         grad_norm: of the last finalized gradients over the whole model, before clipping.
     """
@@ -56,6 +57,7 @@ class FsdpShard:
         self.fits = 0
         self.device = device
         self.grad_norm = 0.0
+        self.loaded: Callable[[], None] = _nothing
         self.gradients = (ExactShardedGradients if exact else ShardedGradients)(list(root.parameters()), device)
         self.accelerator = accelerator
         self._alone: PeerGroup | None = None
@@ -177,6 +179,7 @@ class FsdpShard:
             for tensor, value in zip(own, state["tensors"], strict=True):
                 tensor.copy_(value)
         self._load_optimizer(state["optimizer"])
+        self.loaded()
 
     def _load_optimizer(self, state: Mapping[str, Any]) -> None:
         """Load an `_optimizer_state`; nothing of an empty one."""
@@ -194,3 +197,7 @@ def optimizer_shard(optimizer: Optimizer) -> dict[str, Any]:
         return local_shard(value.detach()) if isinstance(value, torch.Tensor) else value
 
     return with_values(optimizer.state_dict(), own)
+
+
+def _nothing() -> None:
+    """Follow no loads."""

@@ -67,6 +67,10 @@ class StepRows:
         self._row = _RowResult(number=0, counts=False)
         effects.begin(batch.micro_batches[0], agreed, anew=anew)
 
+    def renew(self) -> None:
+        """Begin with the module's present buffers: this worker was a spare, and has got the state of another one."""
+        self._effects.begin(self._micro_batches[0], self._agreed, anew=False)
+
     def call(self, run: Callable[..., None], micro_batches: Sequence[int], *, last: bool) -> None:
         """Run some rows together with the partners; see `replica.step.Call`.
 

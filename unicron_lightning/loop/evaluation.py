@@ -55,7 +55,7 @@ class LoopEvaluation:
     def means(self) -> Any:
         """Run the pass; return the means over the samples, in the function's form, the same on all ranks."""
         with _evaluating(self._module):
-            self._buffers = EvaluationBuffers(self._module)
+            self.renew()
             if self._engine.has_state:
                 parts = unpack_parts(self._engine.run(self._operation()))
             else:  # a joiner evaluates alone before it has the state
@@ -67,6 +67,10 @@ class LoopEvaluation:
         if isinstance(self._batches, IndexedBatches):
             assert len(found) == self._batches.number, "each batch counts once"
         return _means([found[number] for number in sorted(found)])
+
+    def renew(self) -> None:
+        """Begin with the models' present buffers."""
+        self._buffers = EvaluationBuffers(self._module)
 
     def _operation(self) -> Evaluation[Any]:
         return Evaluation(self._todo, self._run, self._finished, partial(encode_values, self._values))

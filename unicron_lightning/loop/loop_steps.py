@@ -20,11 +20,12 @@ from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.effects import UNCOUNTED, Effects
 from unicron_lightning.worker.exact_sums import ExactGradients, step_sums
 from unicron_lightning.worker.reporting import StepReports
-from unicron_lightning.worker.step import GradientStep, Step
-from unicron_lightning.worker.sums import LogCall, Options, SumsLayout
+from unicron_lightning.worker.step import GradientStep
+from unicron_lightning.worker.sums import LogCall, Options, StepSums, SumsLayout
 
 if TYPE_CHECKING:
     from unicron_lightning.loop.run import Run
+    from unicron_lightning.replica.step import ReplicaStep
 
 LOSS: Final = "loss"
 BACKWARD: Final = (
@@ -162,7 +163,7 @@ class LoopSteps:
         with run.failing(), preserved():
             engine.run(operation)
             run.divergence.check(operation, engine)
-        assert operation.sums is not None
+        assert isinstance(operation.sums, StepSums)
         loss, calls, used = operation.sums.finish()
         assert loss is not None, "each micro-batch has a loss"
         self._effects.norms.commit(len(batch.micro_batches))
@@ -173,7 +174,9 @@ class LoopSteps:
         means = {each.options[1]: each.value for each in calls}
         return means if means else torch.tensor(loss, dtype=torch.float64)
 
-    def _operation(self, batch: GlobalBatch, function: Callable[[Any], Any], call: int) -> Step[Any]:
+    def _operation(
+        self, batch: GlobalBatch, function: Callable[[Any], Any], call: int
+    ) -> GradientStep | ReplicaStep[Any]:
         """Begin one call of `LoopStep.run`, and return its operation."""
         gradients, effects, layout = self._buckets(anew=batch.step == 0), self._begin_effects(), self.layouts[call]
         gradients.begin()
@@ -189,7 +192,7 @@ class LoopSteps:
             self._effects = Effects(self._registered.module, None, frozen=True, exact=exact)
         return self._effects
 
-    def _install(self, operation: Step[Any], used: Sequence[bool]) -> None:
+    def _install(self, operation: GradientStep | ReplicaStep[Any], used: Sequence[bool]) -> None:
         """Give the parameters their gradients, once a call is committed."""
         assert self._gradients is not None
         self._gradients.install(used)

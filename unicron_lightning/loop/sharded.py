@@ -45,7 +45,7 @@ from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.model_state import share_initial
 from unicron_lightning.worker.operations import Agreement
 from unicron_lightning.worker.session import FitPassed, Session, control_of_process
-from unicron_lightning.worker.step import Step
+from unicron_lightning.worker.step import GradientStep
 
 if TYPE_CHECKING:
     from unicron_lightning.loop.run import Run
@@ -298,9 +298,9 @@ class LoopShard(FsdpShard):
     @override
     def load_plain(self, state: Mapping[str, Any]) -> None:
         reshard(self.root)
-        super().load_plain(state)
         for name, each in self._objects.others.items():
             each.load_state_dict(state["others"][name])
+        super().load_plain(state)
 
     @override
     def _optimizer_state(self) -> dict[str, Any]:
@@ -332,7 +332,7 @@ class ShardedLoopSteps(LoopSteps):
             return super().run(batch, function, call)
 
     @override
-    def _operation(self, batch: GlobalBatch, function: Callable[[Any], Any], call: int) -> Step[Any]:
+    def _operation(self, batch: GlobalBatch, function: Callable[[Any], Any], call: int) -> ReplicaStep[Any]:
         run, models, model = self.run_of, self._models, self._models.shard
         reshard(model.root)
         self._forget(model.root.parameters())
@@ -341,11 +341,12 @@ class ShardedLoopSteps(LoopSteps):
         rows = StepRows(batch, models.holder.part, effects, self.layouts[call], run.engine.activity, model.gradients)
         calls = FunctionCalls(run, batch, function, rows.add, effects, models, call)
         digest = NO_DIGEST if call else run.divergence.shard_digest(run.engine, model.shard)
+        model.loaded = rows.renew
         rest = (partial(rows.call, calls.run), rows.sums, None, digest)
         return ReplicaStep(rows.numbers, model, models.holder.fabric, *rest)
 
     @override
-    def _install(self, operation: Step[Any], used: Sequence[bool]) -> None:
+    def _install(self, operation: GradientStep | ReplicaStep[Any], used: Sequence[bool]) -> None:
         assert isinstance(operation, ReplicaStep)
         self._norm = operation.grad_norm
         model, fabric = self._models.shard, self._models.holder.fabric
@@ -393,6 +394,7 @@ class ShardedLoopEvaluation(LoopEvaluation):
     @override
     def _operation(self) -> ReplicaEvaluation:
         size, device = self._models.holder.part.size, self._models.shard.device
+        self._models.shard.loaded = self.renew
         batches = range(number_of_rows(range(self._indexed.number), size) * size)
         fabric = self._models.holder.fabric
         return ReplicaEvaluation(

@@ -130,16 +130,6 @@ class Step(ABC, Generic[SumsT]):
         self._again = True
 
     @abstractmethod
-    def attempt(self, engine: Engine) -> bytes:
-        """Run this worker's remaining work and commit; see `engine.Operation`, also for the next two."""
-
-    @abstractmethod
-    def suspend(self) -> None: ...
-
-    @abstractmethod
-    def report(self) -> Report: ...
-
-    @abstractmethod
     def _plan_rest(self, reports: ReportSum, rank: int, counts: Sequence[int] | None) -> Sequence[int]:
         """Plan this worker's remaining work; return the micro-batches that no present worker has finished.
 
