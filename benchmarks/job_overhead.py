@@ -50,7 +50,7 @@ STALL = [0.0]
 def memory() -> pl.Callback:
     """Return a callback that stages a state every ten steps; its time is added to `STALL`."""
     from unicron_lightning.callbacks import MemoryCheckpoint
-    from unicron_lightning.strategies.state.memory import StateMemory
+    from unicron_lightning.checkpoints.agent_memory import StateMemory
 
     boundary = StateMemory.boundary
 

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from unicron_lightning import environ
+from unicron_lightning.checkpoints.agent_memory import StateMemory
 from unicron_lightning.checkpoints.files import located
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
@@ -46,7 +47,7 @@ from unicron_lightning.strategies.schedule import Schedule, TimedValidation, dec
 from unicron_lightning.strategies.state import callbacks, join_state
 from unicron_lightning.strategies.state.checkpointing import ResumedCheckpoints
 from unicron_lightning.strategies.state.comparison import describe_model
-from unicron_lightning.strategies.state.memory import StateMemory
+from unicron_lightning.strategies.state.memory import WholeDivision
 from unicron_lightning.strategies.state.persisting import Persisting
 from unicron_lightning.strategies.stopping import Stopping, surround
 from unicron_lightning.worker.comparison import Comparison
@@ -131,6 +132,11 @@ class FaultTolerantStrategy(CollectingStrategy):
         """This worker's part in its task."""
         assert self._session is not None, "no run has begun"
         return self._session
+
+    @property
+    def division(self) -> WholeDivision:
+        """Division of states in the agents' memory."""
+        return self.parallelism.division
 
     @property
     def statistics(self) -> Summary | None:

@@ -14,6 +14,7 @@ import msgspec
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from unicron_lightning.checkpoints.beside import OTHERS_SECONDS
 from unicron_lightning.strategies.collectives.operations import RECORD_BYTES
 from unicron_lightning.strategies.console import say_saved, take_over_bar
 from unicron_lightning.strategies.metrics.loggers import take_over
@@ -181,7 +182,7 @@ class Membership:
         `remembered` follows, once the founders have begun the task.
         """
         strategy = self._strategy
-        self._arrival = state = strategy.memory.restore(trainer)
+        self._arrival = state = strategy.memory.restore(partial(strategy.division.restore, trainer))
         if state is None:
             return False
         self._begin_late(trainer)
@@ -276,10 +277,6 @@ def _nothing() -> None:
     """Restore nothing."""
 
 
-_OTHERS_SECONDS: Final = 5.0
-"""Seconds for checkpoints that are written beside the training; without them the state is saved all the same."""
-
-
 def part(strategy: FaultTolerantStrategy, trainer: pl.Trainer, state: dict[str, Any]) -> None:
     """End a life whose task pauses, or continues in another layout: write a checkpoint between two steps, and wait.
 
@@ -304,7 +301,7 @@ def part(strategy: FaultTolerantStrategy, trainer: pl.Trainer, state: dict[str, 
         for logger in trainer.loggers:
             logger.save()
         say_saved(trainer, engine.world, path)
-        strategy.persisting.finish(_OTHERS_SECONDS)
+        strategy.persisting.finish(OTHERS_SECONDS)
         engine.run(Parting(lambda: control.send(word)))
 
 

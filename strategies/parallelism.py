@@ -20,7 +20,7 @@ from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.strategies.passes.prediction import Predictions
-from unicron_lightning.strategies.state.memory import StateDivision
+from unicron_lightning.strategies.state.memory import WholeDivision
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.rows import present
 from unicron_lightning.worker.session import Session
@@ -154,7 +154,7 @@ class Parallelism(ABC):
     steps: StepRunner
     evaluation: Passes | GlobalPasses
     checkpoints: CheckpointStore
-    division: StateDivision
+    division: WholeDivision
 
     # ---- a run's start
 

@@ -30,7 +30,7 @@ from unicron_lightning.strategies.passes.evaluation import Passes
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints
 from unicron_lightning.strategies.state.comparison import further_state
-from unicron_lightning.strategies.state.memory import StateDivision
+from unicron_lightning.strategies.state.memory import WholeDivision
 from unicron_lightning.worker.buckets import GradientBuckets, TrainedParameters
 from unicron_lightning.worker.comparison import Divergence, OnDivergence
 from unicron_lightning.worker.effects import Effects
@@ -68,7 +68,7 @@ class DataParallel(Parallelism):
         self.steps = steps
         self.evaluation = Passes(strategy)
         self.checkpoints = SingleFileCheckpoints(strategy)
-        self.division = StateDivision(strategy)
+        self.division = WholeDivision(strategy)
         self._strategy = strategy
         self._rebalance = rebalance
 

@@ -26,7 +26,7 @@
     ├── SweepJobFailed (launcher.launch)    a job of a Hydra sweep failed
     ├── ShardsLost (megatron.mirror)        optimizer shards were lost with all their copies
     ├── StateLost (megatron.layout)         no replica can be formed that has the newest state of every shard
-    ├── CheckpointLost (strategies.persisting)  nobody can write the newest checkpoint of a run that ends
+    ├── CheckpointLost (checkpoints.beside) nobody can write the newest checkpoint of a run that ends
     ├── StaleTable (planner.table)          plans made ahead are looked up in another state than theirs
     │   internal to the step protocol, never seen by users:
     ├── EpochMissed (wire.epoch_changes)    an epoch's difference does not fit the epoch that the agent has

@@ -18,6 +18,7 @@ from unicron_lightning.checkpoints.files import (
     OPTIMIZER,
     by_name,
     digest_of,
+    group_names,
     is_folder,
     located,
 )
@@ -78,11 +79,7 @@ class SingleFileCheckpoints(CheckpointStore):
         names = {id(each): name for name, each in self._strategy.module.named_parameters()}
         optimizers = checkpoint.get("optimizer_states", [])
         for number, (own, optimizer) in enumerate(zip(optimizers, self._strategy.optimizers, strict=False)):
-            groups = [
-                [names.get(id(each), f"{at}.{place}") for place, each in enumerate(group["params"])]
-                for at, group in enumerate(optimizer.param_groups)
-            ]
-            state[f"{OPTIMIZER}{number}"] = by_name(own, groups)
+            state[f"{OPTIMIZER}{number}"] = by_name(own, group_names(optimizer, names))
         return HeldCheckpoint.whole(state, rest_of(checkpoint))
 
     def converted(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -148,10 +145,7 @@ class ResumedCheckpoints(ReportedCheckpoints):
                 state = join_state.resume(trainer, opened.name, take_beside)
             finally:
                 self._opened = None
-            if not checkpoint.life:  # found by its record
-                self.written(engine.control, checkpoint.path, checkpoint.step, checkpoint.digest)
-            if engine.control is not None and engine.world.rank == 0:
-                engine.control.event("state_restored", tier="disk", step=checkpoint.step, path=opened.name)
+            self.resumed(engine, checkpoint, opened.name)
             return state
 
 

@@ -18,12 +18,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning.callbacks import UnicronCheckpoint
+from unicron_lightning.checkpoints.beside import CheckpointLost
 from unicron_lightning.checkpoints.files import is_folder
 from unicron_lightning.checkpoints.index import read_checkpoint
 from unicron_lightning.checkpoints.pieces import stage
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.local_cluster.processes import until
-from unicron_lightning.strategies.state.persisting import CheckpointLost, Persisting
+from unicron_lightning.strategies.state.persisting import Persisting
 
 
 class Line(pl.LightningModule):
@@ -114,7 +115,7 @@ def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.Mo
         time.sleep(0.3)
         return stage(*arguments)
 
-    monkeypatch.setattr("unicron_lightning.strategies.state.persisting.stage", slow)
+    monkeypatch.setattr("unicron_lightning.checkpoints.beside.stage", slow)
     saver = Kept(tmp_path, every_n_train_steps=2, save_top_k=-1, overlap=True)
     saver.doubles_at = doubles_at
     trained(saver, steps=8)
@@ -134,7 +135,7 @@ def test_a_checkpoint_whose_successor_fails_is_removed_with_the_next(
         time.sleep(0.2)
         return stage(*arguments)
 
-    monkeypatch.setattr("unicron_lightning.strategies.state.persisting.stage", slow)
+    monkeypatch.setattr("unicron_lightning.checkpoints.beside.stage", slow)
     saver = Kept(tmp_path, every_n_train_steps=2, save_top_k=1)
     saver.doubles_at = 6
     trained(saver, steps=9)
@@ -231,7 +232,7 @@ def test_frozen_parameters_are_copied_while_steps_write_to_them(
         time.sleep(0.2)
         return stage(*arguments)
 
-    monkeypatch.setattr("unicron_lightning.strategies.state.persisting.stage", slow)
+    monkeypatch.setattr("unicron_lightning.checkpoints.beside.stage", slow)
     saver = UnicronCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
     trained(saver, steps=6, module=Frozen)
     assert sorted(path.name for path in tmp_path.iterdir()) == [

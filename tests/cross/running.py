@@ -17,9 +17,9 @@ from cross.cases import RELAYOUT, Case, Order, smaller
 from cross.training import OLD, written
 from joins.running import Alone, Site, World
 
+from unicron_lightning.checkpoints.beside import CheckpointLost
 from unicron_lightning.cli.client import quoted
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
-from unicron_lightning.strategies.state.persisting import CheckpointLost
 from unicron_lightning.worker.session import FitPassed
 
 SECONDS: Final = 120.0

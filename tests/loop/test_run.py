@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -91,6 +92,53 @@ def test_a_checkpoint_continues_the_training_bit_by_bit(tmp_path: Path) -> None:
     assert again.train(6) == losses[2:]
     for one, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_old_checkpoints_are_removed(beside: bool, tmp_path: Path) -> None:
+    """Not those with a path of their own; after a resumption those that were there before, too."""
+    options: dict[str, Any] = {"keep": 2, "beside": beside}
+    whole, mine = Setup(tmp_path, **options), tmp_path / "mine" / "own.ckpt"
+    losses = whole.train(6, lambda step: whole.run.save(mine if step.number == 3 else None))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "step=5.ckpt", "step=6.ckpt"]
+    assert mine.is_dir() == beside
+    again = Setup(tmp_path, **options)
+    again.run.load(tmp_path / "step=5.ckpt")
+    assert again.train(8, lambda step: again.run.save())[:1] == losses[5:]
+    again.run.save()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "step=7.ckpt", "step=8.ckpt"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_folder_continues_the_training_bit_by_bit(tmp_path: Path) -> None:
+    """With two models, whose parameters torch reads, too."""
+
+    def made(folder: Path) -> tuple[Setup, nn.Module, Any]:
+        found, other = Setup(folder, beside=True), nn.BatchNorm1d(1).double()
+        second = torch.optim.AdamW(other.parameters())
+        found.run.register(other=other, second=second, schedule=torch.optim.lr_scheduler.StepLR(second, 1))
+        return found, other, second
+
+    def train(one: tuple[Setup, nn.Module, Any], steps: int, saved: int) -> list[float]:
+        losses, (found, other, second) = list[float](), one
+        for step in found.run.steps(steps):
+            losses.append(float(step.run(lambda batch: found.loss(batch) * other(batch[1].double()).square().mean())))
+            found.optimizer.step()
+            second.step()
+            found.run.registered.others["schedule"].step()
+            if step.number == saved:
+                found.run.save()
+        return losses
+
+    whole, again = made(tmp_path), made(tmp_path / "again")
+    losses = train(whole, 6, 3)
+    again[0].run.load(tmp_path / "step=3.ckpt")
+    assert train(again, 6, 0) == losses[3:]
+    for one, other in zip(again[1].state_dict().values(), whole[1].state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    read = {"state_dict": {"model.weight": torch.zeros(1, 2).double()}}
+    torch.distributed.checkpoint.load(read, checkpoint_id=tmp_path / "step=3.ckpt", no_dist=True)
+    assert read["state_dict"]["model.weight"].all()
 
 
 def test_a_schedule_of_the_global_batch(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """A worker that trains by a loop of its own, or the process that does so alone: ``FOLDER NAME``.
 
-The name begins with one of `KINDS`: the difference to a plain loop, such as data in streams.
-``history.json`` in the folder has the deaths: for each the rank (-1: all), the step from which on it is due, and the
-point of the engine or of the body. A worker writes what its training has at the end.
+The name begins with one of `KINDS`: the difference to a plain loop, such as data in streams. ``orders.json`` in the
+folder has the steps at which a test gives orders, ``history.json`` the deaths: for each the rank (-1: all), the step
+from which on it is due, and the point of the engine or of the body. A worker writes what its training has at the end.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ class Deaths:
     def __init__(self, folder: Path, run: unicron.Run, workers: int = WORKERS) -> None:
         path = folder / "history.json"
         self._history = json.loads(path.read_text()) if path.exists() else []
+        orders = folder / "orders.json"
+        self._orders = json.loads(orders.read_text()) if orders.exists() else []
         self._folder, self._run, self._workers = folder, run, workers
         self._expected = -1
         others: Callable[..., None] = run.engine.fault
@@ -105,11 +107,13 @@ class Deaths:
         run = self._run
         for number, (rank, step, point) in enumerate(self._history):
             if point == phase and run.global_step >= step and rank in (run.global_rank, -1):
-                mark = self._folder / f"died-{number}-{run.global_rank if rank == -1 else 'one'}"
+                mark = self._folder / f"died-{number}-{self._agent() if rank == -1 else 'one'}"
                 try:
                     mark.touch(exist_ok=False)
                 except FileExistsError:
                     continue
+                while rank == -1 and len([*self._folder.glob(f"died-{number}-*")]) < self._workers:
+                    time.sleep(0.005)  # all die together
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def wait(self) -> None:
@@ -124,6 +128,22 @@ class Deaths:
                 break
             time.sleep(0.005)
 
+    def order(self) -> None:
+        """Where the test gives an order, wait until its epoch is known, so that the step's commit agrees to it."""
+        run, engine = self._run, self._run.engine
+        if engine.control is None or run.global_step not in self._orders:
+            return
+        (self._folder / f"at-{run.global_step}").touch()
+        limit = time.monotonic() + 60.0
+        while time.monotonic() < limit and not engine.control.newer_than(engine.world.epoch):
+            time.sleep(0.005)
+
+    def _agent(self) -> str:
+        """Return the name of this worker's agent, as that of a file."""
+        control = self._run.engine.control
+        assert control is not None
+        return control.worker.rpartition("/")[0].replace("/", "-")
+
     def _died(self) -> list[Path]:
         return list(self._folder.glob("died-*"))
 
@@ -136,11 +156,15 @@ KINDS: Final = {
     "scaler": 4,
     "schedule": 6,
     "loops": 4,
+    "beside": 4,
+    "memory": 4,
 }
 """With the steps of an epoch on average."""
 BREAK: Final = 6
 """Step at whose end the first one of two loops ends."""
 SCHEDULE: Final = {0: 24, 2: 12}
+STOPPED: Final = 6
+"""Step in which one rank of a loop of kind "stop" wants it to end."""
 HALVED: Final = 6
 """Step whose gradients overflow, with a scaler."""
 
@@ -222,12 +246,19 @@ def main(folder: Path, name: str) -> None:
     is_exact = (folder / "reproducible").exists()
     run = unicron.Run(data, checkpoints=out / "checkpoints", reproducible=is_exact, **_options(kind))
     deaths, training = Deaths(folder, run), Training(run, kind)
+    for path in out.glob("checkpoints/last-pause-*.ckpt"):
+        run.load(path)
     result: dict[str, Any] = {"losses": {}, "evaluated": {}}
     loops = [run.steps(BREAK), run.steps(max_epochs=EPOCHS)] if kind == "loops" else [run.steps(max_epochs=EPOCHS)]
     for step in itertools.chain.from_iterable(loops):
         deaths.wait()
+        deaths.order()
+        run.should_stop = kind == "stop" and run.global_rank == 1 and step.number >= STOPPED
         found = step.run(training.loss)
         deaths.at("body")
+        first = out / "checkpoints" / f"step={SAVED}.ckpt"
+        while kind == "beside" and step.number == SAVED + 2 and not (first.exists() or any(folder.glob("died-*"))):
+            time.sleep(0.005)  # the process that writes it has to start
         found |= training.update(step)
         result["losses"][step.number] = {name: float(value) for name, value in found.items()}
         step.log(**found)

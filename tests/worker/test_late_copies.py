@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from unicron_lightning.checkpoints.beside import LateCopies
 from unicron_lightning.shared_memory import MemoryPool
-from unicron_lightning.strategies.state.persisting import LateCopies
 
 
 def test_settled_copies_are_complete() -> None:

@@ -71,6 +71,13 @@ class ReportedCheckpoints:
             )
             control.send(self.saved[path])
 
+    def resumed(self, engine: Engine, checkpoint: wire.Checkpoint, name: str) -> None:
+        """Report that the task has resumed from a checkpoint; also the checkpoint, if it was found by its record."""
+        if not checkpoint.life:
+            self.written(engine.control, checkpoint.path, checkpoint.step, checkpoint.digest)
+        if engine.control is not None and engine.world.rank == 0:
+            engine.control.event("state_restored", tier="disk", step=checkpoint.step, path=name)
+
     def readable(self, path: Any) -> Any:
         """Return the path under which a checkpoint is read: one that was checked is held open."""
         return self._opened.path if self._opened is not None and self._opened.name == str(path) else path

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import torch
 
-from unicron_lightning.checkpoints.files import leave_record, located
-from unicron_lightning.checkpoints.reported import ReportedCheckpoints, newest, write_file
+from unicron_lightning.checkpoints.agent_memory import StateDivision, StateMemory
+from unicron_lightning.checkpoints.beside import OTHERS_SECONDS
+from unicron_lightning.checkpoints.files import located
+from unicron_lightning.checkpoints.reported import ReportedCheckpoints, newest
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import random_states, restore_random_states
 from unicron_lightning.data.steps import IndexedSteps, StepPace, Steps, describe_order
@@ -28,7 +30,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.loop.feeding import batches_of, is_stream, loader_of, steps_of
 from unicron_lightning.loop.loop_steps import LoopStep
 from unicron_lightning.loop.models import WholeModels
-from unicron_lightning.loop.registered import RESERVED
+from unicron_lightning.loop.saving import LoopCheckpoints
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.comparison import Comparison, Divergence, OnDivergence
@@ -65,6 +67,10 @@ class Run:
             all of it.
         device: of the models; None: the GPU of the local rank, or the CPU.
         checkpoints: folder of `save` and of pauses, which all workers see.
+        keep: number of `save`'s newest checkpoints in the folder that stay; the others are removed. None: all stay.
+        beside: `save` has all workers write folders while training continues, as `UnicronCheckpoint` does.
+        memory_every_n_steps: steps between two states in the agents' memory, as of `MemoryCheckpoint`; 0: none.
+        partners: copies of each share of such a checkpoint or state on other nodes.
         compare: workers compare their settings when the task begins and at each join.
         digest_every: steps between two comparisons of the workers' states; 0: never.
         on_divergence: as of `UnicronStrategy`.
@@ -75,7 +81,10 @@ class Run:
             holds all models. `bucket_mib` and `overlap` are then of no effect.
 
     Attributes:
+        models: how the workers hold the models.
         registered: what takes part.
+        reported: checkpoints that the coordinator knows.
+        division: of states in the agents' memory.
         divergence: compares the workers' states.
         should_stop: set True on any rank, ends the loop on all after a step.
         global_step: finished optimizer steps.
@@ -97,6 +106,10 @@ class Run:
         streams: int = 1,
         device: torch.device | str | None = None,
         checkpoints: str | os.PathLike[str] = "checkpoints",
+        keep: int | None = None,
+        beside: bool = False,
+        memory_every_n_steps: int = 0,
+        partners: int = 1,
         compare: bool = True,
         digest_every: int = 100,
         on_divergence: OnDivergence = "heal",
@@ -111,14 +124,13 @@ class Run:
         rounds = streams if is_stream(self._loader.dataset) else 1
         self._shape = _shape(global_batch_size, micro_batch_size or self._loader.batch_size, rounds)
         self._streams = streams
-        _check_number("seed", seed, least=0)
+        _check_numbers(seed=seed, memory_every_n_steps=memory_every_n_steps, partners=partners, bucket_mib=bucket_mib)
+        _check_number("keep", keep, least=1)
         _check_number("shard_size", shard_size, least=1)
-        if shard_size is not None and is_stream(self._loader.dataset):
-            raise ConfigError(f"iterable data with shard_size={shard_size}: expected a data set with an index")
-        if shard_size is not None and reproducible:
-            raise ConfigError(f"reproducible=True with shard_size={shard_size}: expected one of them")
-        if bucket_mib <= 0:
-            raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
+        if shard_size is not None:
+            memory = f"memory_every_n_steps={memory_every_n_steps}"
+            given = {"reproducible=True": reproducible, "beside=True": beside, memory: bool(memory_every_n_steps)}
+            _check_sharded(shard_size, {"iterable data": is_stream(self._loader.dataset), **given})
         if "://" in str(checkpoints):
             raise ConfigError(f"checkpoints={str(checkpoints)!r}: expected a folder that all workers see")
         if reproducible and not compare:
@@ -132,15 +144,18 @@ class Run:
         self.global_step = self.current_epoch = 0
         self.seed = 0 if seed is None else seed
         self._given_seed = seed
-        self._checkpoints = Path(checkpoints)
+        self.reported = ReportedCheckpoints()
+        folder = Path(checkpoints)
+        self._checkpoints = LoopCheckpoints(self, self._state, folder, keep, beside=beside, partners=partners)
+        self.division = StateDivision(self)
+        self._memory, self._remembers = StateMemory(self), (memory_every_n_steps, partners)
         self._step_in_epoch = self._passes = self._passes_between = 0
-        self._models = WholeModels(self) if shard_size is None else _sharded(self, shard_size)
-        self._session, self._is_new = self._models.open(self._shape.micro_batches)
-        self._models.begin(self._session)
-        self.registered = self._models.registered
+        self.models = WholeModels(self) if shard_size is None else _sharded(self, shard_size)
+        self._session, self._is_new = self.models.open(self._shape.micro_batches)
+        self.models.begin(self._session)
+        self.registered = self.models.registered
         self._comparison = Comparison(self, active=compare)
-        self._reported = ReportedCheckpoints()
-        self._steps = self._models.steps(int(bucket_mib * _MIB), overlap=overlap, reproducible=reproducible)
+        self._steps = self.models.steps(int(bucket_mib * _MIB), overlap=overlap, reproducible=reproducible)
         self._data: Steps | None = None
         self._current: LoopStep | None = None
         self._begun = self._active = self._checked = self._parts = False
@@ -181,7 +196,7 @@ class Run:
         Raises:
             ConfigError: without ``shard_size``.
         """
-        return self._models.mesh
+        return self.models.mesh
 
     # ---- the script's calls
 
@@ -245,7 +260,7 @@ class Run:
         place = (self.seed, self.current_epoch, self._passes)
         with self.failing():
             batches = batches_of(self.engine, loader, self._streams, self.seed)
-            means = self._models.evaluation(batches, function, place).means()
+            means = self.models.evaluation(batches, function, place).means()
         self.engine.activity.enter("hooks")
         if not self._active:
             self._session.record_means(self._passes_between, means)
@@ -258,12 +273,12 @@ class Run:
         written at once. All ranks must call it at the same place.
 
         Args:
-            path: of the file; None: one with the number of the step, in the folder of `Run`.
+            path: of the checkpoint; None: one with the number of the step, in the folder of `Run`.
         """
         if path is not None and "://" in str(path):
             raise ConfigError(f"run.save({str(path)!r}): expected a path that all workers see")
         step = self.global_step + (self._current is not None)
-        found = located(self._checkpoints / f"step={step}.ckpt" if path is None else path)
+        found = self._checkpoints.path("", step) if path is None else located(path)
         if self._current is not None:
             self._pending = found
             return found
@@ -294,8 +309,11 @@ class Run:
             self._session.runs(active=True)
             yield from self._bodies(reached)
             with self.failing():
-                self._models.finish()
+                self.models.finish()
             self._print_digest()
+        except BaseException:
+            self._checkpoints.close(whole=False)
+            raise
         finally:
             self._end()
 
@@ -341,12 +359,14 @@ class Run:
             self._data.close()
             self._data = None
         self._steps.close()
+        self._memory.close()
         if self._undo is not None:
             self._undo()
             self._undo = None
         self._active = False
         self._session.runs(active=False)
         self.engine.activity.enter("over")
+        self._checkpoints.close(whole=True)
 
     def _print_digest(self) -> None:
         if self._reproducible:
@@ -368,7 +388,9 @@ class Run:
         session, engine = self._session, self.engine
         session.fits += 1
         self._passes_between = 0
-        self._reported.fit = session.fits
+        self.reported.fit = session.fits
+        self._checkpoints.begin()
+        self._memory.use(*self._remembers)
         if session.fits == 1:  # as the script has made it, before anything is restored
             self._comparison.begin(lambda: {"seed": f"{self._given_seed}", **self._described()})
         if session.control is not None:
@@ -385,20 +407,21 @@ class Run:
                 own = codec.encode(torch.initial_seed() & 0xFFFFFFFF)
                 self.seed = codec.decode(unpack_parts(engine.run(Agreement("seed", lambda rank: own)))[0])
         session.record_fit()
+        if self._memory.is_past():
+            return self._leave_out()
         known = [each for each in session.resume if each.fit >= session.fits]
-        self._models.found(reads=bool(known) or session.fits > 1 or self._given is not None)
-        if known:
+        self.models.found(reads=bool(known) or session.fits > 1 or self._given is not None)
+        if self._memory.restore(self._remember):
+            session.resume = ()
+        elif known:
             with newest(engine, known, divided=False) as (opened, checkpoint):
                 if checkpoint.fit != session.fits:
                     return self._leave_out()
                 session.resume = ()
-                self._read(opened.path)
-                if not checkpoint.life:  # found by its record
-                    self._reported.written(session.control, checkpoint.path, checkpoint.step, checkpoint.digest)
-                if session.control is not None and engine.world.rank == 0:
-                    session.control.event("state_restored", tier="disk", step=checkpoint.step, path=opened.name)
+                self._take(self._checkpoints.read(opened.path))
+                self.reported.resumed(engine, checkpoint, opened.name)
         elif session.fits == 1 and self._given is not None:
-            self._read(self._given)
+            self._take(self._checkpoints.read(self._given))
         if self._data is None:
             self._open_data()
         return True
@@ -414,7 +437,7 @@ class Run:
     def _join(self) -> None:
         """Join the task with its state."""
         session = self._session
-        self._models.build()
+        self.models.build()
         session.wait_admission()
         join = Join(dict)
         self.engine.run(join)
@@ -424,7 +447,8 @@ class Run:
         self._open_data()
         self._comparison.add_data(self._describe_data)
         self._comparison.check(state["described"])
-        self._take(state["models"], state)
+        self._take(state)
+        self._memory.previous = state["boundary"]
         self._checked, self._parts = True, join.parts
         if session.control is not None:
             session.control.event("state_restored", tier="peer", step=self.engine.step)
@@ -433,7 +457,7 @@ class Run:
     def _open_data(self) -> None:
         pace = StepPace(
             position=lambda: (self.current_epoch, self._step_in_epoch),
-            share=self._models.share,
+            share=self.models.share,
             boundary=self._boundary,
         )
         ends = self._steps.layouts[0].streams
@@ -459,7 +483,8 @@ class Run:
                 self.divergence.expect(joined=False)
             if join.parts or self._parts:
                 self._part()
-        self._models.at_boundary()
+            self._memory.boundary(self._state)
+        self.models.at_boundary()
         engine.activity.enter("hooks")
 
     def _describe_data(self) -> dict[str, str]:
@@ -477,10 +502,11 @@ class Run:
         engine, control = self.engine, self.engine.control
         assert control is not None
         name = "last-pause" if engine.world.kind == "pause" else engine.world.kind
-        path = located(self._checkpoints / f"{name}-step={self.global_step}.ckpt")
+        path = self._checkpoints.path(f"{name}-", self.global_step)
         with terminable(), engine.activity.during("checkpoint"):
-            self._write(path)
-            word = msgspec.structs.replace(self._reported.saved[path], parting=True)
+            self._checkpoints.write_whole(path, self.global_step)
+            word = msgspec.structs.replace(self.reported.saved[path], parting=True)
+            self._checkpoints.finish(OTHERS_SECONDS)
             engine.run(Parting(lambda: control.send(word)))
 
     # ---- the state
@@ -496,40 +522,25 @@ class Run:
             "seed": self.seed,
             "fit": self._session.fits,
             "described": self._comparison.described,
+            "boundary": self._memory.previous,
+            "kept": self._checkpoints.kept,
         }
 
-    def _take(self, models: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        self.registered.load(models, state)
+    def _take(self, state: Mapping[str, Any]) -> None:
+        self.seed, self._checkpoints.kept = state["seed"], list(state.get("kept", ()))
+        self.registered.load(state["models"], state)
         self.global_step, self.current_epoch, self._step_in_epoch, self._passes = state["position"]
         self._steps.load_layouts(state["layouts"])
         restore_random_states(state["random"])
 
+    def _remember(self, state: Mapping[str, Any], _: bytes) -> bool:
+        """Take a state that was in the agents' memory."""
+        self._take(state)
+        return True
+
     def _write(self, path: str) -> None:
-        """Write a checkpoint by one worker, or by another one if that one dies meanwhile, and report it."""
-        session, engine = self._session, self.engine
-        state = self._state()
-
-        def write(parts: Mapping[str, Any]) -> str:
-            rest = {**state, **parts}
-            models = rest.pop("models")
-            found = write_file({**models, RESERVED: codec.encode(rest)}, Path(path))
-            if session.record:
-                leave_record(Path(session.record), path, self.global_step, found, session.fits)
-            return found
-
-        with self.failing(), engine.activity.during("checkpoint"):
-            written = engine.run(self._models.writing(write)).decode()
-        self._reported.written(engine.control, path, self.global_step, written)
-
-    def _read(self, path: str) -> None:
-        """Restore a checkpoint; no code in the file is run."""
-        models = torch.load(path, map_location="cpu", weights_only=True)
-        saved = models.pop(RESERVED, None) if isinstance(models, dict) else None
-        if saved is None:
-            raise ConfigError(f"{path} is no checkpoint of run.save(): it has no {RESERVED!r}")
-        state = codec.decode(saved)
-        self.seed = state["seed"]
-        self._take(models, state)
+        with self.failing(), self.engine.activity.during("checkpoint"):
+            self._checkpoints.save(path, self.global_step, lasts=self._active)
 
     # ---- errors
 
@@ -554,6 +565,20 @@ class Run:
             self._error = error
             report_error(self.engine.control, error, self.engine)
             raise
+
+
+def _check_numbers(*, bucket_mib: float, **counts: int | None) -> None:
+    """Refuse numbers below their least ones."""
+    for name, value in counts.items():
+        _check_number(name, value, least=0)
+    if bucket_mib <= 0:
+        raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
+
+
+def _check_sharded(size: int, refused: Mapping[str, bool]) -> None:
+    """Refuse settings that sharded models do not support, each with whether it is given."""
+    for setting in (name for name, given in refused.items() if given):
+        raise ConfigError(f"{setting} with shard_size={size}: a run with sharded models does not support it")
 
 
 def _sharded(run: Run, size: int) -> WholeModels:

@@ -23,8 +23,16 @@ from unicron_lightning.worker.codec import pack_parts, unpack_parts
 
 LARGE: Final = 1 << 10
 """Bytes from which a tensor is divided among the parts."""
-_EQUAL: Final = ("value['checkpoint']['state_dict']", "value['checkpoint']['optimizer_states']", "value['shard']")
-"""Paths of the tensors that are equal on all workers of a shard, in a joiner's state and in that of a shard."""
+_EQUAL: Final = (
+    "value['checkpoint']['state_dict']",
+    "value['checkpoint']['optimizer_states']",
+    "value['shard']",
+    "value['models']",
+    "value['optimizers']",
+)
+"""Paths of the tensors that are equal on all workers of a shard, in a joiner's state, that of a shard, and that
+of a loop.
+"""
 _LENGTH: Final = 8
 
 

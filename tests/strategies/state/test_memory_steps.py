@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unicron_lightning.strategies.state.memory import StateMemory
+from unicron_lightning.checkpoints.agent_memory import StateMemory
 from unicron_lightning.worker.control.activity import Activity
 
 
@@ -16,8 +16,8 @@ def staged(steps: list[int], every: int, previous: int | None = None) -> list[in
     found: list[int] = []
     engine: Any = SimpleNamespace(step=0, control=SimpleNamespace(monitor=None), activity=Activity())
     division: Any = SimpleNamespace(stage=lambda staging, state, partners: found.append(engine.step))
-    strategy: Any = SimpleNamespace(engine=engine, parallelism=SimpleNamespace(division=division))
-    memory = StateMemory(strategy)
+    host: Any = SimpleNamespace(session=SimpleNamespace(engine=engine), division=division)
+    memory = StateMemory(host)
     memory._staging = SimpleNamespace()  # type: ignore[assignment] # parts are the division's
     memory.use(every, 1)
     memory.previous = previous
