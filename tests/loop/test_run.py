@@ -191,6 +191,15 @@ def test_an_evaluation_is_the_mean_over_the_samples_and_changes_nothing(made: Se
     assert made.model.training
 
 
+def test_a_prediction_has_each_sample_once_in_order(made: Setup) -> None:
+    made.model.train()
+    found = made.run.predict(DATA, lambda batch: (batch[1], made.model(batch[0].double())), batch_size=3)
+    assert [index for indices, _ in found for index in indices or ()] == list(range(20))
+    assert torch.equal(torch.cat([targets for _, (targets, _) in found]), DATA.tensors[1])
+    assert not any(output.requires_grad for _, (_, output) in found) and made.model.training
+    assert [indices for indices, _ in made.run.predict(Stream(), len, batch_size=10)] == [None, None]
+
+
 def test_leaving_the_loop_early_is_harmless(made: Setup) -> None:
     for step in made.run.steps(5):
         step.run(made.loss)

@@ -1,9 +1,12 @@
-"""An evaluation of a loop: each rank runs its batches, those of lost ranks are run again, and all get the means."""
+"""A pass of a loop over data: each rank runs its batches, and those of lost ranks are run again.
+
+After an evaluation all ranks have the means, after a prediction each has the outputs of its batches.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +20,7 @@ from unicron_lightning.data.streams import size_of
 from unicron_lightning.loop.loop_steps import scalar
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
-from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.engine import Engine, Operation
 from unicron_lightning.worker.module_buffers import EvaluationBuffers
 from unicron_lightning.worker.operations import Evaluation
 from unicron_lightning.worker.rows import ReportSum
@@ -26,14 +29,18 @@ _VALUE = "value"
 """Name of the value of a function that returns one."""
 
 
-class LoopEvaluation:
-    """A pass over data.
+class _PredictionEnd(Evaluation[int]):
+    name = "prediction"
+
+
+class LoopPass:
+    """A pass over data, for one of its methods.
 
     Args:
         engine: of this worker.
         module: its models, which leave the pass as they were.
         batches: of the data.
-        function: given a batch, returns a scalar or a mapping of scalars.
+        function: given a batch, returns its output; in an evaluation a scalar or a mapping of scalars.
         place: seed, data epoch and number of the pass, for random state.
     """
 
@@ -48,32 +55,45 @@ class LoopEvaluation:
         seed, epoch, number = place
         self._engine, self._module, self._batches, self._function = engine, module, batches, function
         self._batches.begin(epoch, math.inf)
-        self._place = (seed, RandomPurpose.EVALUATION, epoch, number)
+        self._place = (epoch, number)
+        self._seed, self._purpose = seed, RandomPurpose.EVALUATION
+        self._keep: Callable[[int, Any, Any], Any] = self._weighed
         self._finished: set[int] = set()
-        self._values: dict[int, list[Any]] = {}
+        self._values: dict[int, Any] = {}
 
     def means(self) -> Any:
         """Run the pass; return the means over the samples, in the function's form, the same on all ranks."""
-        with _evaluating(self._module):
-            self.renew()
+        with self._evaluating():
             if self._engine.has_state:
-                parts = unpack_parts(self._engine.run(self._operation()))
+                parts = unpack_parts(self._engine.run(self._operation(predicts=False)))
             else:  # a joiner evaluates alone before it has the state
                 for number in self._todo(ReportSum.nothing(1), 0):
                     self._run(number)
                 parts = [encode_values(self._values)]
-        self._batches.close()
         found = {number: values for part in parts for number, values in codec.decode(part).items()}
         if isinstance(self._batches, IndexedBatches):
             assert len(found) == self._batches.number, "each batch counts once"
         return _means([found[number] for number in sorted(found)])
 
+    def predictions(self) -> list[tuple[list[Any] | None, Any]]:
+        """Run the pass; return data set indices and output of each batch of this rank, in order."""
+        self._purpose, self._keep = RandomPurpose.PREDICTION, lambda number, samples, output: output
+        with self._evaluating():
+            self._engine.run(self._operation(predicts=True))
+        return [(self._batches.indices(number), self._values[number]) for number in sorted(self._own_batches())]
+
     def renew(self) -> None:
         """Begin with the models' present buffers."""
         self._buffers = EvaluationBuffers(self._module)
 
-    def _operation(self) -> Evaluation[Any]:
-        return Evaluation(self._todo, self._run, self._finished, partial(encode_values, self._values))
+    def _operation(self, *, predicts: bool) -> Operation:
+        """Return the operation of the pass; its result is that of an evaluation, or none."""
+        kind, results = (_PredictionEnd, bytes) if predicts else (Evaluation, partial(encode_values, self._values))
+        return kind(self._todo, self._run, self._finished, results)
+
+    def _own_batches(self) -> Collection[int]:
+        """Return the batches that count as this rank's, after the pass."""
+        return self._values
 
     def _todo(self, reports: ReportSum, rank: int) -> Iterator[int]:
         self._batches.plan(reports.finished, rank, reports.world, self._finished)
@@ -85,27 +105,32 @@ class LoopEvaluation:
         engine.fault("validation", engine.step)
         samples = self._batches.get(number)
         try:
-            with seeded(*self._place, number):
-                values = _plain(self._function(samples))
+            with seeded(self._seed, self._purpose, *self._place, number):
+                output = self._function(samples)
         finally:
             self._buffers.undo()
         if counts:
-            indices = self._batches.indices(number)
-            self._values[number] = [(size_of(samples) or 1) if indices is None else len(indices), values]
+            self._values[number] = self._keep(number, samples, output)
             self._finished.add(number)
 
+    def _weighed(self, number: int, samples: Any, output: Any) -> list[Any]:
+        """Return the number of samples, and the values."""
+        indices = self._batches.indices(number)
+        return [(size_of(samples) or 1) if indices is None else len(indices), _plain(output)]
 
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Inside, layers are in their mode for evaluation, and no graph is made."""
-    modes = [(layer, layer.training) for layer in module.modules()]
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for layer, training in modes:
-            layer.training = training
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Inside, layers are in their mode for evaluation, and no graph is made."""
+        self.renew()
+        modes = [(layer, layer.training) for layer in self._module.modules()]
+        self._module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._batches.close()
+            for layer, training in modes:
+                layer.training = training
 
 
 def encode_values(values: Mapping[int, list[Any]]) -> bytes:

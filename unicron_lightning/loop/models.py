@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.data.passes import PassBatches
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.loop.evaluation import LoopEvaluation
+from unicron_lightning.loop.evaluation import LoopPass
 from unicron_lightning.loop.loop_steps import LoopSteps
 from unicron_lightning.loop.registered import RegisteredObjects
 from unicron_lightning.worker.engine import World
@@ -82,11 +82,9 @@ class WholeModels:
         world = self._run.engine.world
         return [micro_batches[number] for number in shares_of(range(len(micro_batches)), world.size)[world.rank]]
 
-    def evaluation(
-        self, batches: PassBatches, function: Callable[[Any], Any], place: tuple[int, int, int]
-    ) -> LoopEvaluation:
-        """Return a pass over data; the arguments are those of `LoopEvaluation`."""
-        return LoopEvaluation(self._run.engine, self.registered.module, batches, function, place)
+    def evaluation(self, batches: PassBatches, function: Callable[[Any], Any], place: tuple[int, int, int]) -> LoopPass:
+        """Return a pass over data; the arguments are those of `LoopPass`."""
+        return LoopPass(self._run.engine, self.registered.module, batches, function, place)
 
     def at_boundary(self) -> None:
         """Act between two steps, after a possible change of worlds."""

@@ -43,6 +43,7 @@ from unicron_lightning.worker.reproducible import announced, conditions, digest_
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from unicron_lightning.loop.evaluation import LoopPass
     from unicron_lightning.worker.session import Session
 
 logger = logging.getLogger(__name__)
@@ -250,21 +251,49 @@ class Run:
             function: given a batch, returns a scalar, the mean of its samples, or a mapping of such.
             batch_size: of a data set.
         """
-        _check_number("the batch size", batch_size, least=1)
-        loader = loader_of(data, batch_size, self._streams, shuffle=False)
-        self.check_whole()
-        self._passes += 1
         self._passes_between += not self._active
         if not self.engine.has_state and (known := self._session.means_of(self._passes_between)) is not None:
+            self._passes += 1
             return known
-        place = (self.seed, self.current_epoch, self._passes)
         with self.failing():
-            batches = batches_of(self.engine, loader, self._streams, self.seed)
-            means = self.models.evaluation(batches, function, place).means()
+            means = self._pass(data, function, batch_size).means()
         self.engine.activity.enter("hooks")
         if not self._active:
             self._session.record_means(self._passes_between, means)
         return means
+
+    def predict(
+        self, data: Any, function: Callable[[Any], Any], *, batch_size: int | None = None
+    ) -> list[tuple[list[Any] | None, Any]]:
+        """Call a function for each batch of data that is divided over the ranks; return the outputs of this rank's.
+
+        Layers, graphs and buffers are as in `evaluate`. Each batch is that of exactly one rank when the call ends.
+
+        Args:
+            data: as of `Run`.
+            function: given a batch, returns its output.
+            batch_size: of a data set.
+
+        Returns:
+            Data set indices (of streams None) and output of each batch, in order.
+        """
+        if not self.engine.has_state:  # the members have the batches of a joiner
+            self._passes += 1
+            return []
+        with self.failing():
+            found = self._pass(data, function, batch_size).predictions()
+        self.engine.activity.enter("hooks")
+        return found
+
+    def _pass(self, data: Any, function: Callable[[Any], Any], batch_size: int | None) -> LoopPass:
+        """Return a pass over data."""
+        _check_number("the batch size", batch_size, least=1)
+        loader = loader_of(data, batch_size, self._streams, shuffle=False)
+        self.check_whole()
+        self._passes += 1
+        place = (self.seed, self.current_epoch, self._passes)
+        batches = batches_of(self.engine, loader, self._streams, self.seed)
+        return self.models.evaluation(batches, function, place)
 
     def save(self, path: str | os.PathLike[str] | None = None) -> str:
         """Write a checkpoint, from which the task also resumes if no worker survives; return its path.

@@ -34,7 +34,7 @@ from unicron_lightning.fsdp.holder import ShardHolder
 from unicron_lightning.fsdp.mesh import reshard, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard, optimizer_shard
 from unicron_lightning.fsdp.rows import StepRows, number_of_rows
-from unicron_lightning.loop.evaluation import LoopEvaluation, encode_values
+from unicron_lightning.loop.evaluation import LoopPass, encode_values
 from unicron_lightning.loop.loop_steps import BACKWARD, FunctionCalls, LoopSteps
 from unicron_lightning.loop.models import WholeModels
 from unicron_lightning.loop.registered import RegisteredObjects
@@ -149,9 +149,7 @@ class ShardedModels(WholeModels):
         return self.holder.share(micro_batches)
 
     @override
-    def evaluation(
-        self, batches: PassBatches, function: Callable[[Any], Any], place: tuple[int, int, int]
-    ) -> LoopEvaluation:
+    def evaluation(self, batches: PassBatches, function: Callable[[Any], Any], place: tuple[int, int, int]) -> LoopPass:
         if not self._run.engine.has_state:
             raise FitPassed(
                 "run.evaluate() of a joiner before it has a shard: the worker joins when it is started again"
@@ -166,7 +164,7 @@ class ShardedModels(WholeModels):
                 )
         if not isinstance(batches, IndexedBatches):
             raise ConfigError("run.evaluate() of iterable data with shard_size: expected a data set with an index")
-        return ShardedLoopEvaluation(self, batches, self._run.engine, self.registered.module, batches, function, place)
+        return ShardedLoopPass(self, batches, self._run.engine, self.registered.module, batches, function, place)
 
     @override
     def at_boundary(self) -> None:
@@ -373,33 +371,40 @@ class ShardedLoopSteps(LoopSteps):
             each.grad = None
 
 
-class ShardedLoopEvaluation(LoopEvaluation):
+class ShardedLoopPass(LoopPass):
     """A pass of sharded models, whose workers run a batch each of a row together.
 
     Args:
         models: of the run.
         batches: of the data.
-        given: as of `LoopEvaluation`.
+        given: as of `LoopPass`.
     """
 
     def __init__(self, models: ShardedModels, batches: IndexedBatches, *given: Any) -> None:
         super().__init__(*given)
         self._models, self._indexed = models, batches
+        self._counted: list[int] = []
 
     @override
-    def means(self) -> Any:
-        with self._models.communicating():
-            return super().means()
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        with self._models.communicating(), super()._evaluating():
+            yield
 
     @override
-    def _operation(self) -> ReplicaEvaluation:
+    def _operation(self, *, predicts: bool) -> ReplicaEvaluation:
         size, device = self._models.holder.part.size, self._models.shard.device
         self._models.shard.loaded = self.renew
         batches = range(number_of_rows(range(self._indexed.number), size) * size)
         fabric = self._models.holder.fabric
-        return ReplicaEvaluation(
-            batches, lambda row: 0, fabric, device, self._call, self._results, tells=True, width=size
-        )
+        results = partial(self._results, predicts=predicts)
+        found = ReplicaEvaluation(batches, lambda row: 0, fabric, device, self._call, results, tells=True, width=size)
+        found.name = "prediction" if predicts else found.name
+        return found
+
+    @override
+    def _own_batches(self) -> Collection[int]:
+        return self._counted
 
     def _call(self, rows: Sequence[int], _: int) -> None:
         """Run some rows forward, together with the partners."""
@@ -408,9 +413,9 @@ class ShardedLoopEvaluation(LoopEvaluation):
         for number, counts in own:
             self._run(number, counts=counts)
 
-    def _results(self, rows: Collection[int]) -> bytes:
-        own = [number for number, counts in map(self._own, rows) if counts]
-        return encode_values({number: self._values[number] for number in own})
+    def _results(self, rows: Collection[int], *, predicts: bool) -> bytes:
+        self._counted = [number for number, counts in map(self._own, rows) if counts]
+        return b"" if predicts else encode_values({number: self._values[number] for number in self._counted})
 
     def _own(self, row: int) -> tuple[int, bool]:
         """Return this worker's batch of a row, and whether it counts."""
