@@ -383,6 +383,16 @@ def test_streams_without_a_sample(tmp_path: Path) -> None:
         (iter([1]), {"global_batch_size": 8, "micro_batch_size": 4}, "an iterator that can be read once"),
         (Stream(), {**STREAMS, "global_batch_size": 6}, "6 is no multiple of micro_batch_size=2 x streams=2; .* as 8"),
         (Stream(), {**STREAMS, "streams": 0}, "streams=0: expected a whole number of at least 1"),
+        (
+            DATA,
+            {"global_batch_size": 8, "micro_batch_size": 4, "keep": 0},
+            "keep=0: expected a whole number of at least 1",
+        ),
+        (
+            DATA,
+            {"global_batch_size": 8, "micro_batch_size": 4, "shard_size": 2, "beside": True},
+            "beside=True with shard_size=2: expected one of them",
+        ),
         (DATA, {"global_batch_size": 8, "micro_batch_size": 4, "seed": 1.5}, "seed=1.5"),
         (DATA, {"global_batch_size": 8, "micro_batch_size": 4, "checkpoints": "s3://x"}, "s3://x"),
     ],

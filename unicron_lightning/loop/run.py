@@ -120,18 +120,18 @@ class Run:
         shard_size: int | None = None,
     ) -> None:
         _check_number("the batch size", micro_batch_size, least=1)
-        _check_number("streams", streams, least=1)
+        _check_numbers(1, streams=streams, keep=keep, shard_size=shard_size)
+        _check_numbers(0, seed=seed, memory_every_n_steps=memory_every_n_steps, partners=partners)
         self._loader = loader_of(data, micro_batch_size, streams, shuffle=shuffle)
         rounds = streams if is_stream(self._loader.dataset) else 1
         self._shape = _shape(global_batch_size, micro_batch_size or self._loader.batch_size, rounds)
         self._streams = streams
-        _check_numbers(seed=seed, memory_every_n_steps=memory_every_n_steps, partners=partners, bucket_mib=bucket_mib)
-        _check_number("keep", keep, least=1)
-        _check_number("shard_size", shard_size, least=1)
+        if shard_size is not None and is_stream(self._loader.dataset):
+            raise ConfigError(f"iterable data with shard_size={shard_size}: expected a data set with an index")
         if shard_size is not None:
-            memory = f"memory_every_n_steps={memory_every_n_steps}"
-            given = {"reproducible=True": reproducible, "beside=True": beside, memory: bool(memory_every_n_steps)}
-            _check_sharded(shard_size, {"iterable data": is_stream(self._loader.dataset), **given})
+            _refuse(shard_size, reproducible=reproducible, beside=beside, memory_every_n_steps=memory_every_n_steps)
+        if bucket_mib <= 0:
+            raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
         if "://" in str(checkpoints):
             raise ConfigError(f"checkpoints={str(checkpoints)!r}: expected a folder that all workers see")
         if reproducible and not compare:
@@ -596,20 +596,6 @@ class Run:
             raise
 
 
-def _check_numbers(*, bucket_mib: float, **counts: int | None) -> None:
-    """Refuse numbers below their least ones."""
-    for name, value in counts.items():
-        _check_number(name, value, least=0)
-    if bucket_mib <= 0:
-        raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
-
-
-def _check_sharded(size: int, refused: Mapping[str, bool]) -> None:
-    """Refuse settings that sharded models do not support, each with whether it is given."""
-    for setting in (name for name, given in refused.items() if given):
-        raise ConfigError(f"{setting} with shard_size={size}: a run with sharded models does not support it")
-
-
 def _sharded(run: Run, size: int) -> WholeModels:
     """Return the models in shards; a run without them imports nothing of FSDP2."""
     from unicron_lightning.loop.sharded import ShardedModels
@@ -649,6 +635,18 @@ def _shape(global_batch_size: int | Mapping[int, int], micro_batch_size: int | N
     rounds = tuple(sorted((epoch, size // round_size) for epoch, size in sizes.items()))
     most = max(number for _, number in rounds)
     return StepShape(devices=streams, accumulation=most, schedule=rounds if len(rounds) > 1 else ())
+
+
+def _refuse(shard_size: int, **options: Any) -> None:
+    """Refuse options that runs of sharded models do not have."""
+    for name, value in options.items():
+        if value:
+            raise ConfigError(f"{name}={value} with shard_size={shard_size}: expected one of them")
+
+
+def _check_numbers(least: int, **values: Any) -> None:
+    for name, value in values.items():
+        _check_number(name, value, least=least)
 
 
 def _check_number(name: str, value: Any, *, least: int) -> None:
