@@ -25,10 +25,16 @@ from torchmetrics import Metric
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.accelerator import accelerator_for
-from unicron_lightning.fsdp.checks import check_sharded_optimizer
 from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.holder import ShardHolder
-from unicron_lightning.fsdp.mesh import ReplicaMesh, ShardGroup, local_shard, reshard, sum_gradients
+from unicron_lightning.fsdp.mesh import (
+    ReplicaMesh,
+    ShardGroup,
+    check_sharded_optimizer,
+    local_shard,
+    reshard,
+    sum_gradients,
+)
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.fsdp.rows import number_of_rows
 from unicron_lightning.replica.member import ReplicaMember

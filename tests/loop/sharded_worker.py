@@ -48,6 +48,37 @@ def refusal(act: Callable[[], Any]) -> str:
     return ""
 
 
+class Models:
+    """Two models that are trained, and a frozen one.
+
+    Args:
+        run: to which they belong.
+        shards: whether those that are trained are sharded.
+    """
+
+    def __init__(self, run: unicron.Run, *, shards: bool) -> None:
+        self.net, self.critic, self.teacher = Net(), nn.Linear(4, 1), nn.Linear(4, 1)
+        self.teacher.requires_grad_(False)
+        for module in (self.net.layers[3], self.net, self.critic) if shards else ():
+            fully_shard(module, mesh=run.mesh)
+        run.register(net=self.net, critic=self.critic, teacher=self.teacher)
+
+    def loss(self, batch: Any) -> Any:
+        """Return the loss of the net, and a number that shows which samples it was of."""
+        loss, seen = self.net(batch)
+        return {"loss": loss + 0.1 * self.critic(seen).mean(), "samples": torch.sin(batch[0].double()).sum()}
+
+    def criticism(self, batch: Any) -> Any:
+        """Return the loss of the critic."""
+        with torch.no_grad():
+            _, seen = self.net(batch)
+        return nn.functional.mse_loss(self.critic(seen), self.teacher(batch[1])) * 0.1 * torch.rand(())
+
+    def evaluate(self, run: unicron.Run) -> float:
+        """Return the mean of the net's loss."""
+        return float(run.evaluate(Numbers(), lambda batch: self.net(batch)[0], batch_size=5))
+
+
 def main(folder: Path, name: str) -> None:
     """Train, and write the result."""
     torch.set_default_dtype(torch.float64)
@@ -66,58 +97,37 @@ def main(folder: Path, name: str) -> None:
         shard_size=shards,
     )
     deaths = Deaths(folder, run, options.get("workers", WORKERS))
-    net, critic, teacher = Net(), nn.Linear(4, 1), nn.Linear(4, 1)
-    teacher.requires_grad_(False)
-    for module in (net.layers[3], net, critic) if shards else ():
-        fully_shard(module, mesh=run.mesh)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-3)
-    judge = torch.optim.SGD(critic.parameters(), lr=0.05, momentum=0.9)
+    models = Models(run, shards=shards is not None)
+    optimizer = torch.optim.AdamW(models.net.parameters(), lr=0.01, eps=1e-3)
+    judge = torch.optim.SGD(models.critic.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    run.register(net=net, critic=critic, teacher=teacher)
     run.register(optimizer=optimizer, judge=judge, schedule=schedule)
     if "load" in options:
         run.load(options["load"])
-    refused = ""
-    losses: dict[int, Any] = {}
-    evaluated: dict[int, Any] = {}
-
-    def loss_of(batch: Any) -> Any:
-        loss, seen = net(batch)
-        return {"loss": loss + 0.1 * critic(seen).mean(), "samples": torch.sin(batch[0].double()).sum()}
-
-    def criticism(batch: Any) -> Any:
-        with torch.no_grad():
-            _, seen = net(batch)
-        return nn.functional.mse_loss(critic(seen), teacher(batch[1])) * 0.1 * torch.rand(())
-
+    result: dict[str, Any] = {"losses": {}, "evaluated": {}, "refused": "", "shards": run.mesh.size() if shards else 1}
     for step in run.steps(max_epochs=EPOCHS):
         deaths.wait()
-        found = step.run(loss_of)
+        found = step.run(models.loss)
         deaths.at("body")
         if shards and step.number == SAVED:
-            refused = refusal(lambda: nn.utils.clip_grad_norm_(net.parameters(), 1.0))
+            result["refused"] = refusal(lambda: nn.utils.clip_grad_norm_(models.net.parameters(), 1.0))
         norm = step.clip_grad_norm_(0.3)
         optimizer.step()
         schedule.step()
-        judged = step.run(criticism)
+        judged = step.run(models.criticism)
         judge.step()
-        losses[step.number] = {name: float(value) for name, value in found.items()}
-        losses[step.number] |= {"judged": float(judged), "norm": float(norm)}
+        numbers = {**found, "judged": judged, "norm": norm}
+        result["losses"][step.number] = {key: float(value) for key, value in numbers.items()}
         step.log(**found)
         if step.number == SAVED:
             run.save()
         if step.ends_epoch:
-            evaluated[step.number] = float(run.evaluate(Numbers(), lambda batch: net(batch)[0], batch_size=5))
-    evaluated[0] = float(run.evaluate(Numbers(), lambda batch: net(batch)[0], batch_size=5))
-    path = run.save(out / "last.ckpt")
-    state = {
-        f"{model}.{key}": value
-        for model in ("net", "critic", "teacher")
-        for key, value in torch.load(path, weights_only=True)[model].items()
-    }
-    result = {"state": state, "losses": losses, "evaluated": evaluated, "step": run.global_step}
-    result |= {"shards": run.mesh.size() if shards else 1, "refused": refused}
-    result |= {"rate": schedule.get_last_lr(), "random": torch.rand(1)}
-    target = out / ("result.pt" if name == "alone" else f"result-{os.environ['RANK']}-{os.getpid()}.pt")
-    torch.save(result, target.with_suffix(".part"))
-    target.with_suffix(".part").rename(target)
+            result["evaluated"][step.number] = models.evaluate(run)
+    result["evaluated"][0] = models.evaluate(run)
+    saved = torch.load(run.save(out / "last.ckpt"), weights_only=True)
+    parts = [(model, saved[model]) for model in ("net", "critic", "teacher")]
+    result["state"] = {f"{model}.{key}": value for model, part in parts for key, value in part.items()}
+    result |= {"step": run.global_step, "rate": schedule.get_last_lr(), "random": torch.rand(1)}
+    path = out / ("result.pt" if name == "alone" else f"result-{os.environ['RANK']}-{os.getpid()}.pt")
+    torch.save(result, path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
@@ -28,6 +29,8 @@ SLICES = "tensor_parallel"
 """Name of its other dimension there, which has the size 1 here."""
 _numbers = itertools.count()
 """Numbers of the process groups that were made in this process."""
+_GATHERING: Final = ("Muon", "Shampoo", "DistributedShampoo", "SOAP", "LBFGS")
+"""Optimizers that need whole parameters, or several evaluations of the loss."""
 
 
 class ShardGroup(ProcessGroup):
@@ -132,6 +135,20 @@ class ReplicaMesh:
         if name not in (SHARDS, SLICES):
             raise KeyError(f"device_mesh[{name!r}]: expected {SHARDS!r} or {SLICES!r}")
         return self.shards if name == SHARDS else self._slices
+
+
+def check_sharded_optimizer(optimizer: Optimizer) -> None:
+    """Refuse optimizers that need whole parameters.
+
+    Raises:
+        ConfigError: naming the class.
+    """
+    name = type(optimizer).__name__
+    if name in _GATHERING:
+        raise ConfigError(
+            f"{name} needs whole parameters, of which each worker has a shard; expected an optimizer that works on "
+            "each element, such as AdamW or SGD"
+        )
 
 
 def reset_after_exception(module: nn.Module) -> None:

@@ -26,12 +26,11 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.passes import IndexedBatches, PassBatches
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.accelerator import accelerator_for
-from unicron_lightning.fsdp.checks import check_sharded_optimizer
 from unicron_lightning.fsdp.folder import load_optimizer, load_parameters, whole_optimizer, whole_parameters
 from unicron_lightning.fsdp.gradients import clip_shards
 from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.holder import ShardHolder
-from unicron_lightning.fsdp.mesh import reshard, shard_mesh, sum_gradients
+from unicron_lightning.fsdp.mesh import check_sharded_optimizer, reshard, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard, optimizer_shard
 from unicron_lightning.fsdp.rows import StepRows, number_of_rows
 from unicron_lightning.loop.evaluation import LoopPass, encode_values
