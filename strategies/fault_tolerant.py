@@ -11,7 +11,7 @@ step.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -54,7 +54,7 @@ from unicron_lightning.worker.comparison import Comparison
 from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.reporting import StepReports
-from unicron_lightning.worker.reproducible import announced, use_deterministic_kernels
+from unicron_lightning.worker.reproducible import announced, restore_kernels, use_deterministic_kernels
 from unicron_lightning.worker.session import Session
 from unicron_lightning.worker.sums import LogCall, SumsLayout
 
@@ -94,7 +94,8 @@ class FaultTolerantStrategy(CollectingStrategy):
     ) -> None:
         super().__init__(**lightning)
         self.reproducible = reproducible
-        self._undo_kernels: Callable[[], None] | None = None
+        self._kernels: tuple[bool, ...] | None = None
+        """Settings of kernels before a reproducible run."""
         self.num_nodes = 1
         self.seed = 0
         self.agreed = SumsLayout()
@@ -268,9 +269,9 @@ class FaultTolerantStrategy(CollectingStrategy):
         trainer.fit_loop.epoch_loop._results = RecordingResults(True, self.reduce, dtype=dtype)
         parallelism.evaluation.begin_run(trainer)
         super().setup(trainer)
+        if self.reproducible:
+            self._begin_reproducible(announces=fitting)
         if fitting:
-            if self.reproducible:
-                self._begin_reproducible()
             parallelism.built()
             session.fits += 1
             self.reported.fit = session.fits
@@ -301,10 +302,10 @@ class FaultTolerantStrategy(CollectingStrategy):
         elif self.engine.world.size > 1 and self.collectives.starting:
             join_state.share_versions(trainer, self.engine)
 
-    def _begin_reproducible(self) -> None:
-        if self._undo_kernels is None:
-            self._undo_kernels = use_deterministic_kernels()
-        if self.is_global_zero and not self.session.is_joiner:
+    def _begin_reproducible(self, *, announces: bool) -> None:
+        if self._kernels is None:
+            self._kernels = use_deterministic_kernels()
+        if announces and self.is_global_zero and not self.session.is_joiner:
             say(self.trainer, announced(self.root_device, self.parallelism.size))
 
     @override
@@ -528,9 +529,9 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._undo_kernels is not None:
-            self._undo_kernels()
-            self._undo_kernels = None
+        if self._kernels is not None:
+            restore_kernels(self._kernels)
+            self._kernels = None
         if self._session is not None:
             if not self._broken_off:
                 self._membership.end_run(self.trainer)

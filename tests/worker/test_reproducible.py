@@ -8,6 +8,7 @@ from unicron_lightning.worker.reproducible import (
     announced,
     conditions,
     digest_of,
+    restore_kernels,
     state_tensors,
     use_deterministic_kernels,
     weighted,
@@ -37,9 +38,9 @@ def test_a_digest_shows_each_bit_and_place() -> None:
 
 
 def test_deterministic_kernels_are_undone() -> None:
-    undo = use_deterministic_kernels()
+    settings = use_deterministic_kernels()
     assert torch.are_deterministic_algorithms_enabled()
-    undo()
+    restore_kernels(settings)
     assert not torch.are_deterministic_algorithms_enabled()
 
 

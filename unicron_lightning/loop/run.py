@@ -38,7 +38,13 @@ from unicron_lightning.worker.control.thread import terminable
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement, Join, Parting, agree_to_stop, takes_stop
 from unicron_lightning.worker.reporting import report_error
-from unicron_lightning.worker.reproducible import announced, conditions, digest_of, use_deterministic_kernels
+from unicron_lightning.worker.reproducible import (
+    announced,
+    conditions,
+    digest_of,
+    restore_kernels,
+    use_deterministic_kernels,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -138,8 +144,8 @@ class Run:
             raise ConfigError("reproducible=True with compare=False: workers of different kinds would not be found")
         self.device = _device(device)
         self._reproducible = reproducible
-        self._undo: Callable[[], None] | None = None
-        """Ends the use of deterministic kernels."""
+        self._kernels: tuple[bool, ...] | None = None
+        """Settings of kernels before a reproducible loop."""
         self.divergence = Divergence(digest_every, on_divergence)
         self.should_stop = False
         self.global_step = self.current_epoch = 0
@@ -333,7 +339,7 @@ class Run:
             if not self._begin():
                 return
             if self._reproducible:
-                self._undo = use_deterministic_kernels()
+                self._kernels = use_deterministic_kernels()
                 self._print(announced(self.device))
             self._session.runs(active=True)
             yield from self._bodies(reached)
@@ -389,9 +395,9 @@ class Run:
             self._data = None
         self._steps.close()
         self._memory.close()
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        if self._kernels is not None:
+            restore_kernels(self._kernels)
+            self._kernels = None
         self._active = False
         self._session.runs(active=False)
         self.engine.activity.enter("over")

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import Bucket, GradientBucket, GradientBuckets
 from unicron_lightning.worker.communication.communicator import gather_bytes
@@ -172,7 +173,7 @@ class ExactSum:
 
 def magnitudes(values: Sequence[Tensor]) -> list[float]:
     """Return the largest absolute value of each tensor; NaN if it has one. One transfer from their device."""
-    ends = [torch.aminmax(each) if each.numel() else (torch.zeros(()), torch.zeros(())) for each in values]
+    ends = [torch.aminmax(each) if each.numel() else (each.new_zeros(()), each.new_zeros(())) for each in values]
     pairs = [torch.stack([low.double(), high.double()]) for low, high in ends]
     return [max(-low, high) if low == low else low for low, high in torch.stack(pairs).tolist()] if pairs else []
 
@@ -283,6 +284,8 @@ class ExactGradientBucket(GradientBucket):
     """The gradients of some parameters, as integers: this rank's sums are here and not in ``grad``."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
+        if parameters[0].is_complex():
+            raise ConfigError(f"a parameter of {parameters[0].dtype} with reproducible=True: expected a floating type")
         numbers = [parameter.numel() for parameter in parameters]
         Bucket.__init__(self, torch.empty(sum(numbers), dtype=torch.int64, device=parameters[0].device))
         self._parameters = parameters

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,8 +23,12 @@ _PART: Final = 1 << 20
 _MIX: Final = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))
 
 
-def use_deterministic_kernels() -> Callable[[], None]:
-    """Have torch use deterministic kernels, and raise an error for those that have none; return what undoes it."""
+def use_deterministic_kernels() -> tuple[bool, ...]:
+    """Have torch use deterministic kernels, and raise an error for those that have none.
+
+    Returns:
+        The settings before, for `restore_kernels`.
+    """
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     filled, searched = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
@@ -33,13 +37,14 @@ def use_deterministic_kernels() -> Callable[[], None]:
     torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
+    return was, warns, filled, searched
 
-    def undo() -> None:
-        torch.use_deterministic_algorithms(was, warn_only=warns)
-        memory.fill_uninitialized_memory = filled
-        torch.backends.cudnn.benchmark = searched
 
-    return undo
+def restore_kernels(settings: tuple[bool, ...]) -> None:
+    """Restore the settings before `use_deterministic_kernels`."""
+    memory: Any = torch.utils.deterministic
+    was, warns, memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark = settings
+    torch.use_deterministic_algorithms(was, warn_only=warns)
 
 
 def conditions(device: torch.device) -> dict[str, str]:
