@@ -125,6 +125,7 @@ ALONE: Final = {
     "python examples/loop_gpt_before.py": Run(parsed=True),
     "python examples/loop_gan.py --demo": Run(parsed=True),
     "python examples/loop_gan_before.py": Run(parsed=True),
+    "python examples/loop_shards.py --demo": Run(parsed=True),
     "torchrun --nnodes 1:4": Run(replace=(("HOST", "127.0.0.1"),), says="finished 2 steps"),
     "torchrun --nnodes 1:3": Run(folder="checkout", replace=(PORT,), add="--steps 2", says="finished 2 steps"),
     "torchrun --nnodes 1:2": Run(folder="checkout", replace=(PORT,), add="--epochs 1 --images 64", says="accuracy"),

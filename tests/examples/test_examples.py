@@ -14,6 +14,7 @@ from unicron_lightning import LocalCluster
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
+USES = ["3360 samples 0 times, 1440 samples 1 times"]
 
 
 def test_the_gpt_learns(tmp_path: Path) -> None:
@@ -34,9 +35,7 @@ def test_the_sharded_gpt_learns(tmp_path: Path) -> None:
     assert (tmp_path / "last.ckpt").exists()
 
 
-@pytest.mark.parametrize(
-    ("example", "uses"), [("loop_gpt", ["3360 samples 0 times, 1440 samples 1 times"]), ("loop_gan", [])]
-)
+@pytest.mark.parametrize(("example", "uses"), [("loop_gpt", USES), ("loop_shards", USES), ("loop_gan", [])])
 def test_the_demonstration_of_a_loop_shows_that_a_kill_changes_nothing(example: str, uses: list[str]) -> None:
     command = [sys.executable, ROOT / f"examples/{example}.py", "--demo", "--steps", "60"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
