@@ -120,7 +120,7 @@ class MemoryHost(TaskHost, Protocol):
     def division(self) -> StateDivision: ...
 
 
-class _Copy(msgspec.Struct, frozen=True):
+class _ValidCopy(msgspec.Struct, frozen=True):
     """A valid copy of a part: SHA-256, and number of bytes."""
 
     digest: str
@@ -131,12 +131,14 @@ class _Found(msgspec.Struct):
     """A worker's shard of the model, and its valid copies of a version by the numbers of the parts."""
 
     shard: int
-    copies: dict[int, _Copy]
+    copies: dict[int, _ValidCopy]
 
     @classmethod
     def encoded(cls, shard: int, own: Mapping[int, tuple[str, bytes]]) -> bytes:
         """Encode what a worker has, given digest and bytes of each part."""
-        return msgspec.json.encode(cls(shard, {part: _Copy(digest, len(data)) for part, (digest, data) in own.items()}))
+        return msgspec.json.encode(
+            cls(shard, {part: _ValidCopy(digest, len(data)) for part, (digest, data) in own.items()})
+        )
 
 
 def _missing(views: Sequence[_Found], parts: int) -> list[int]:
