@@ -16,7 +16,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from models import GPT, SIZES, Walks
@@ -49,14 +48,14 @@ class Training:
         self._layout = SumsLayout()
         self._engine = Engine(None, lambda *_: SoloCommunicator(), lambda world: None, False)
         nothing = nn.Module()
-        self._others: Any = NormStatistics(nothing), ModuleBuffers(nothing)
+        self._norms, self._buffers = NormStatistics(nothing), ModuleBuffers(nothing)
 
     def step(self, micro_batches: int) -> float:
         """Return the seconds of a step."""
         clock = time.perf_counter if self._batch.is_cuda else time.process_time
         began, numbers = clock(), list(range(micro_batches))
         self.gradients.begin()
-        sums = step_sums(self._layout, *self._others, self.gradients, None, numbers)
+        sums = step_sums(self._layout, self._norms, self._buffers, self.gradients, None, numbers)
 
         def run(number: int) -> None:
             logits = self._model(self._batch[:, :-1])
