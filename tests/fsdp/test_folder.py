@@ -19,9 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from unicron_lightning.checkpoints.files import REST as REST_FILE
 from unicron_lightning.checkpoints.files import is_folder
 from unicron_lightning.checkpoints.index import read_rest
+from unicron_lightning.cli.commands import _run
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp import folder
-from unicron_lightning.fsdp.export import export_checkpoint
+from unicron_lightning.fsdp.export import checkpoint_digests, export_checkpoint
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.reproducible import digest_of
 
 if TYPE_CHECKING:
     from worlds.client import Worlds
@@ -154,3 +157,18 @@ def test_nothing_in_a_changed_checkpoint_is_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"one\.ckpt' cannot be read as plain data"):
         export_checkpoint(tmp_path / "one.ckpt", tmp_path / "x.safetensors")
     assert not trap.path.exists()
+
+
+def test_digests_are_those_of_the_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone(tmp_path / "folder")
+    export_checkpoint(tmp_path / "folder", tmp_path / "whole.ckpt")
+    parameters, optimizers = checkpoint_digests(tmp_path / "whole.ckpt")
+    assert checkpoint_digests(tmp_path / "folder") == (parameters, optimizers)
+    loops = {"optimizers": {"one": {"state": {}}}, "others": {}}
+    torch.save({"net": {"weight": torch.ones(2)}, "unicron_loop": codec.encode(loops)}, tmp_path / "loop.ckpt")
+    assert _run(["export", "--digest", str(tmp_path / "whole.ckpt")]) == 0
+    assert capsys.readouterr().out == f"digest {parameters} of the parameters, {optimizers} of the optimizers\n"
+    assert checkpoint_digests(tmp_path / "loop.ckpt")[0] == digest_of({"net": {"weight": torch.ones(2)}})
+    torch.save({"other": 1}, tmp_path / "none.ckpt")
+    with pytest.raises(ConfigError, match="is no checkpoint: it has no state_dict"):
+        checkpoint_digests(tmp_path / "none.ckpt")

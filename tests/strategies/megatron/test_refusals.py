@@ -220,3 +220,8 @@ def test_a_models_shape_is_reported_as_jobs_state_it() -> None:
 )
 def test_accelerators_are_recognized_by_name_and_memory(name: str, gigabytes: int, preset: str | None) -> None:
     assert preset_of(SimpleNamespace(name=name, total_memory=gigabytes * 10**9)) == preset
+
+
+def test_the_reproducible_mode() -> None:
+    with pytest.raises(ConfigError, match=r"reproducible=True: Megatron adds .* expected False, or unicron_fsdp"):
+        UnicronMegatronStrategy(reproducible=True)
