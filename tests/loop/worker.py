@@ -107,12 +107,14 @@ class Deaths:
         run = self._run
         for number, (rank, step, point) in enumerate(self._history):
             if point == phase and run.global_step >= step and rank in (run.global_rank, -1):
-                mark = self._folder / f"died-{number}-{self._agent() if rank == -1 else 'one'}"
+                together = rank == -1 and point == "micro_batch"  # which no worker needs others to reach
+                whose = self._agent() if together else run.global_rank if rank == -1 else "one"
+                mark = self._folder / f"died-{number}-{whose}"
                 try:
                     mark.touch(exist_ok=False)
                 except FileExistsError:
                     continue
-                while rank == -1 and len([*self._folder.glob(f"died-{number}-*")]) < self._workers:
+                while together and len([*self._folder.glob(f"died-{number}-*")]) < self._workers:
                     time.sleep(0.005)  # all die together
                 os.kill(os.getpid(), signal.SIGKILL)
 
