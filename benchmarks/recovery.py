@@ -3,7 +3,8 @@
     python benchmarks/recovery.py [--systems unicron torchrun torchft unicron-loop] [--faults worker] [--runs 5]
 
 The work is the same for all (`workload`): 3 workers, one per agent, 4 micro-batches of 50 ms per worker and optimizer
-step, and a SIGKILL as soon as the worker of slot 2 has finished micro-batch 1 of step 25.
+step, and a SIGKILL as soon as the worker of slot 2 has finished micro-batch 1 of step 25 (``--kill-step``). Agents of
+this system prepare replacements meanwhile, which takes some seconds: with step 25 a replacement may wait for that.
 
     detect    from the kill to the first sign that any other process has detected it
     resume    to the first optimizer step that a survivor finishes
@@ -42,6 +43,7 @@ SYSTEMS = ("unicron", "torchrun", "torchft", "unicron-loop")
 TASK = "bench"
 VICTIM = "2"
 KILL_STEP, KILL_PLACE = 25, 1
+"""The step in which a worker is killed, by default, and the place of its last micro-batch."""
 START_SECONDS, RECOVER_SECONDS = 120.0, 90.0
 COORDINATOR_SECONDS = 15.0
 """Observation time of the training after the coordinator's death."""
@@ -54,10 +56,12 @@ class Run:
         system: one of `SYSTEMS`.
         folder: of its logs; created here.
         python: folder of the interpreter and scripts to use.
+        kill_step: step of the kill.
     """
 
-    def __init__(self, system: str, folder: Path, python: Path) -> None:
+    def __init__(self, system: str, folder: Path, python: Path, kill_step: int = KILL_STEP) -> None:
         self.system = system
+        self._kill_step = kill_step
         self.port = free_port()
         self._bin = python
         self._born: dict[int, float] = {}
@@ -126,7 +130,7 @@ class Run:
             return (
                 event["event"] == "micro"
                 and event["slot"] == VICTIM
-                and event["step"] >= KILL_STEP
+                and event["step"] >= self._kill_step
                 and event["place"] == KILL_PLACE
                 and complete >= 10
             )
@@ -207,9 +211,9 @@ def kill_coordinator(run: Run) -> Figures:
     }
 
 
-def measure(system: str, fault: str, folder: Path, python: Path) -> Figures:
+def measure(system: str, fault: str, folder: Path, python: Path, kill_step: int = KILL_STEP) -> Figures:
     """Run one system with one fault and return the figures."""
-    run = Run(system, folder, python)
+    run = Run(system, folder, python, kill_step)
     try:
         run.start()
         figures = kill_coordinator(run) if fault == "coordinator" else kill_worker(run, fault)
@@ -231,7 +235,12 @@ def pythons(systems: Sequence[str], torchft: Path | None) -> dict[str, Path]:
 
 
 def series(
-    systems: Sequence[str], faults: Sequence[str], runs: int, output: Path, torchft: Path | None
+    systems: Sequence[str],
+    faults: Sequence[str],
+    runs: int,
+    output: Path,
+    torchft: Path | None,
+    kill_step: int = KILL_STEP,
 ) -> list[Figures]:
     """Run everything, alternating between systems, one run at a time."""
     results: list[Figures] = []
@@ -240,7 +249,7 @@ def series(
             for fault in faults if system == "unicron" else [f for f in faults if f == "worker"]:
                 folder = output / f"{system}-{fault}-{number}"
                 shutil.rmtree(folder, ignore_errors=True)
-                results.append(measure(system, fault, folder, python))
+                results.append(measure(system, fault, folder, python, kill_step))
                 print(json.dumps(results[-1]), flush=True)
     return results
 
@@ -286,10 +295,18 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=["unicron", "unicron-loop", "torchrun"], choices=SYSTEMS)
     parser.add_argument("--faults", nargs="+", default=["worker", "node", "coordinator"])
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--kill-step", type=int, default=KILL_STEP)
     parser.add_argument("--torchft-venv", type=Path, help="virtual environment with torchft-nightly")
     parser.add_argument("--output", type=Path, default=Path("bench-output/recovery"))
     arguments = parser.parse_args()
-    results = series(arguments.systems, arguments.faults, arguments.runs, arguments.output, arguments.torchft_venv)
+    results = series(
+        arguments.systems,
+        arguments.faults,
+        arguments.runs,
+        arguments.output,
+        arguments.torchft_venv,
+        arguments.kill_step,
+    )
     print(table(results), coordinator_table(results), sep="\n\n")
 
 
