@@ -6,12 +6,13 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from joins.running import SECONDS, Site, results, site
-from loop.worker import EPOCHS, KINDS, SAVED, WORKERS
+from loop.worker import BETWEEN, BREAK, EPOCHS, KINDS, SAVED, WORKERS
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -100,7 +101,8 @@ def check(found: dict[str, Any], alone: dict[str, Any]) -> None:
 def test_alone_each_sample_is_used_once_in_an_epoch(kind: str, alone: dict[str, Any]) -> None:
     steps = EPOCHS * KINDS[kind]
     assert list(alone["losses"]) == list(range(1, steps + 1))
-    ends = {"stream": [5, 10, 15, 20], "schedule": [4, 8, 16, 24]}.get(kind, [4, 8, 12, 16])
+    others = {"stream": [5, 10, 15, 20], "schedule": [4, 8, 16, 24], "loops": [4, BREAK, 8, 12, 16]}
+    ends = others.get(kind, [4, 8, 12, 16])
     assert list(alone["evaluated"]) == ends
     uses = alone["state"]["net._orig_mod.uses" if kind == "compiled" else "net.uses"]
     if kind == "stream":  # the micro-batches of the last steps are fewer, and so count for more
@@ -155,3 +157,28 @@ def test_a_reproducible_loop_has_the_bits_of_one_process(world: Site) -> None:
                 assert each[part] == {step: alone[part][step] for step in each[part]}
     log = (world.folder / "plain-exact" / "log" / "alone.log").read_text()
     assert log.count("reproducible: ") == 2 and log.count("reproducible: digest ") == 1
+
+
+        assert SAVED < min(each["losses"]) <= SAVED + 3
+
+
+@pytest.mark.parametrize("kind", ["loops"], indirect=True)
+@pytest.mark.parametrize("rank", [1, -1])
+def test_what_follows_a_loop_that_is_left_out_is_that_of_the_task(
+    kind: str, rank: int, world: Site, alone: dict[str, Any]
+) -> None:
+    """A replacement, and all workers of a new life, leave out the first loop, and have its model no more."""
+    name = f"{kind}-between{rank}"
+    found = run(world, name, [(rank, SAVED + BREAK + 2, "micro_batch")])
+    assert len(found) == WORKERS
+    for each in found:
+        check(each, alone)
+        assert each["evaluated"][BREAK] == pytest.approx(alone["evaluated"][BREAK], rel=TOLERANCE)
+    saved, expected = (torch.load(path, weights_only=True) for path in _between(world, kind, name))
+    for key, value in expected["net"].items():
+        assert torch.allclose(saved["net"][key].double(), value.double(), rtol=TOLERANCE, atol=TOLERANCE), key
+
+
+def _between(world: Site, kind: str, name: str) -> list[Path]:
+    """Return the paths of the checkpoints between the loops: of the task, and of one process."""
+    return [world.folder / name / BETWEEN, world.folder / f"{kind}-single" / "alone" / BETWEEN]

@@ -7,7 +7,6 @@ from which on it is due, and the point of the engine or of the body. A worker wr
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -164,6 +163,8 @@ KINDS: Final = {
 """With the steps of an epoch on average."""
 BREAK: Final = 6
 """Step at whose end the first one of two loops ends."""
+BETWEEN: Final = "between.ckpt"
+"""Checkpoint that is written there."""
 SCHEDULE: Final = {0: 24, 2: 12}
 STOPPED: Final = 6
 """Step in which one rank of a loop of kind "stop" wants it to end."""
@@ -251,8 +252,16 @@ def main(folder: Path, name: str) -> None:
     for path in out.glob("checkpoints/last-pause-*.ckpt"):
         run.load(path)
     result: dict[str, Any] = {"losses": {}, "evaluated": {}}
-    loops = [run.steps(BREAK), run.steps(max_epochs=EPOCHS)] if kind == "loops" else [run.steps(max_epochs=EPOCHS)]
-    for step in itertools.chain.from_iterable(loops):
+
+    def steps() -> Iterator[Any]:
+        """Yield the steps of all loops; between two of them save and evaluate."""
+        if kind == "loops":
+            yield from run.steps(BREAK)
+            run.save(out / BETWEEN)
+            result["evaluated"][BREAK] = float(run.evaluate(Numbers(), training.net, batch_size=5))
+        yield from run.steps(max_epochs=EPOCHS)
+
+    for step in steps():
         deaths.wait()
         deaths.order()
         run.should_stop = kind == "stop" and run.global_rank == 1 and step.number >= STOPPED
@@ -264,7 +273,7 @@ def main(folder: Path, name: str) -> None:
         found |= training.update(step)
         result["losses"][step.number] = {name: float(value) for name, value in found.items()}
         step.log(**found)
-        if step.number == SAVED or (kind == "beside" and step.number > SAVED):
+        if step.number == SAVED + (BREAK if kind == "loops" else 0) or (kind == "beside" and step.number > SAVED):
             run.save()
         if step.ends_epoch:
             held_out = DataLoader(Stream(), batch_size=5) if kind == "stream" else Numbers()

@@ -166,6 +166,8 @@ class Run:
         self._data: Steps | None = None
         self._current: LoopStep | None = None
         self._begun = self._active = self._checked = self._parts = False
+        self._left_out = False
+        """Whether the last loop was left out, so that this worker has no state of the task."""
         self._error: BaseException | None = None
         self._given: str | None = None
         self._pending: str | None = None
@@ -258,9 +260,13 @@ class Run:
             batch_size: of a data set.
         """
         self._passes_between += not self._active
-        if not self.engine.has_state and (known := self._session.means_of(self._passes_between)) is not None:
-            self._passes += 1
-            return known
+        if self._left_out or not self.engine.has_state:
+            known = None if self._active else self._session.means_of(self._passes_between)
+            if known is not None:
+                self._passes += 1
+                return known
+            if self._left_out:
+                logger.warning("evaluation_unknown reason=its loop is left out: the models are those before training")
         with self.failing():
             means = self._pass(data, function, batch_size).means()
         self.engine.activity.enter("hooks")
@@ -283,7 +289,9 @@ class Run:
         Returns:
             Data set indices (of streams None) and output of each batch, in order.
         """
-        if not self.engine.has_state:  # the members have the batches of a joiner
+        if (
+            self._left_out or not self.engine.has_state
+        ):  # the members have the batches, or the task has made the outputs
             self._passes += 1
             return []
         with self.failing():
@@ -319,6 +327,9 @@ class Run:
             return found
         if not self._begun:
             raise ConfigError(f"run.save({found!r}) before the first loop: there is nothing to save")
+        if self._left_out:
+            logger.warning("checkpoint_left_out path=%s reason=the task has written it after its loop", found)
+            return found
         self._write(found)
         return found
 
@@ -422,7 +433,7 @@ class Run:
         """Begin a loop with the task's state; return False if the task has finished this loop."""
         session, engine = self._session, self.engine
         session.fits += 1
-        self._passes_between = 0
+        self._left_out, self._passes_between = False, 0
         self.reported.fit = session.fits
         self._checkpoints.begin()
         self._memory.use(*self._remembers)
@@ -465,6 +476,7 @@ class Run:
         return {**self.registered.describe(), **(conditions(self.device) if self._reproducible else {})}
 
     def _leave_out(self) -> bool:
+        self._left_out = True
         self._session.left_out += 1
         logger.warning("loop_left_out number=%d reason=the task has finished it", self._session.fits)
         return False

@@ -93,6 +93,8 @@ class Session(OfProcess):
         self.resume: Sequence[wire.Checkpoint] = ()
         self.memory: Sequence[wire.StateOffer] = ()
         self.fits = self.left_out = 0
+        self._means: dict[str, str] = {}
+        """Those of the evaluations since the last ``fit``, by their keys."""
         self.results: tuple[int, str] | None = None
         self.record = ""
         self.closing: Callable[[], None] = _nothing
@@ -200,11 +202,13 @@ class Session(OfProcess):
     def record_fit(self) -> None:
         """Record, as the first rank, the number of the task's present ``fit`` for workers that join later.
 
-        So, too, the results of the one before: the rank that had to record them may have died.
+        So, too, the results of the one before and of evaluations since: the rank that had to record them may have died.
         """
         if self.control is not None and self.fits > 1 and self.engine.world.rank == 0 and not self.joins:
+            self._send_means()
             self.control.record(_FIT, str(self.fits), self.engine.world.epoch)
             self.record_results()
+        self._means.clear()
 
     def record_results(self) -> None:
         """Record, as the first rank, the results of the last ``fit`` that has ended, for workers that leave it out."""
@@ -218,9 +222,13 @@ class Session(OfProcess):
 
     def record_means(self, number: int, means: Any) -> None:
         """Record, as the first rank, the means of an evaluation after a ``fit``, for workers that leave it out."""
+        self._means[f"{_MEANS} {self.fits}.{number}"] = base64.b64encode(codec.encode(means)).decode()
+        self._send_means()
+
+    def _send_means(self) -> None:
         if self.control is not None and self.engine.world.rank == 0:
-            text = base64.b64encode(codec.encode(means)).decode()
-            self.control.record(f"{_MEANS} {self.fits}.{number}", text, self.engine.world.epoch)
+            for key, text in self._means.items():
+                self.control.record(key, text, self.engine.world.epoch, lasting=True)
 
     def means_of(self, number: int) -> Any:
         """Return the recorded means of the evaluation with this number after the present ``fit``, or None."""
