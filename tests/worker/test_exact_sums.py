@@ -49,7 +49,7 @@ def summed(values: list[Tensor], top: int | None, parts: list[list[int]]) -> Ten
 
 
 def bits(value: Tensor) -> bytes:
-    return value.contiguous().view(torch.uint8).numpy().tobytes()
+    return value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def divided(chance: random.Random, number: int) -> list[list[int]]:
@@ -138,11 +138,16 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
         self.rare = nn.Parameter(torch.ones(3))
+        self.turned = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+        self.empty = nn.Parameter(torch.ones(0, 2))
+        self.single = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
 
     def loss(self, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(number)
-        loss = self.layers(torch.randn(5, 4, generator=generator)).square().mean() * 10.0 ** (number % 9)
-        return loss + self.rare.sum() if number % 7 == 0 else loss
+        values = torch.randn(5, 4, generator=generator).to(self.rare.dtype)
+        loss = self.layers(values).square().mean() * 10.0 ** (number % 9)
+        more = (self.turned * (number + 1j)).abs().sum() + self.empty.sum() + self.single * number
+        return loss + more + self.rare.sum() if number % 7 == 0 else loss + more
 
 
 OPTIONS = ("training_step", "loss", False, True, True, True, "mean", True)
@@ -193,6 +198,36 @@ def test_worlds_of_any_size_train_the_same_bits(alone: Any) -> None:
     found = [each for size in (2, 3, 5) for each in world(size)]
     assert len(found) == 10 and all(each == alone for each in found)
     assert len(alone[1]) == 7 and alone[1][-1]["rare"] > 0
+
+
+def test_gradients_of_any_shape_and_type_are_summed() -> None:
+    net, numbers = Net().double(), list(range(8))
+    net.turned.data = net.turned.data.to(torch.complex128)
+    layout = SumsLayout()
+    gradients = ExactGradients(net.named_parameters(), 128, overlap=False)
+    gradients.begin()
+    sums = step_sums(layout, NormStatistics(nn.Module()), ModuleBuffers(nn.Module()), gradients, None, numbers)
+
+    def run(number: int) -> None:
+        loss = net.loss(number).double()
+        loss.backward()  # type: ignore[no-untyped-call]
+        sums.add(loss, (), number)
+        loss.data.zero_()  # a module may use its tensor again
+
+    coordinator = Coordinator(0)
+    engine = coordinator.worker("w0")
+    coordinator.start()
+    operation = GradientStep(numbers, gradients, sums, run)
+    run_threads(coordinator, [("w0", lambda: engine.run(operation))])
+    mean, _, used = sums.finish()
+    gradients.install(used)
+    found = {name: parameter.grad for name, parameter in net.named_parameters()}
+    gradients.close()
+    losses = torch.stack([net.loss(number).double() for number in numbers])
+    expected = torch.autograd.grad(losses.sum(), [*net.parameters()])
+    assert mean == pytest.approx(float(losses.detach().mean()), rel=1e-12)
+    for (name, gradient), one in zip(found.items(), expected, strict=True):
+        torch.testing.assert_close(gradient, one, rtol=1e-9, atol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize("seed", range(24))

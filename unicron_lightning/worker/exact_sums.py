@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import Bucket, GradientBucket, GradientBuckets
 from unicron_lightning.worker.communication.communicator import gather_bytes
@@ -173,7 +172,7 @@ class ExactSum:
 
 def magnitudes(values: Sequence[Tensor]) -> list[float]:
     """Return the largest absolute value of each tensor; NaN if it has one. One transfer from their device."""
-    ends = [torch.aminmax(each) if each.numel() else (each.new_zeros(()), each.new_zeros(())) for each in values]
+    ends = [torch.aminmax(each) if each.numel() else each.new_zeros(2).unbind() for each in values]
     pairs = [torch.stack([low.double(), high.double()]) for low, high in ends]
     return [max(-low, high) if low == low else low for low, high in torch.stack(pairs).tolist()] if pairs else []
 
@@ -284,9 +283,7 @@ class ExactGradientBucket(GradientBucket):
     """The gradients of some parameters, as integers: this rank's sums are here and not in ``grad``."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
-        if parameters[0].is_complex():
-            raise ConfigError(f"a parameter of {parameters[0].dtype} with reproducible=True: expected a floating type")
-        numbers = [parameter.numel() for parameter in parameters]
+        numbers = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
         Bucket.__init__(self, torch.empty(sum(numbers), dtype=torch.int64, device=parameters[0].device))
         self._parameters = parameters
         self._local = torch.empty_like(self.reduced)
@@ -297,7 +294,7 @@ class ExactGradientBucket(GradientBucket):
         """Move a micro-batch's gradients from the parameters to the sums."""
         found = [(each, p) for each, p in zip(self.sums, self._parameters, strict=True) if p.grad is not None]
         with torch.no_grad():
-            gradients = [p.grad.to_dense() if p.grad.is_sparse else p.grad for _, p in found if p.grad is not None]
+            gradients = [_dense(p.grad) for _, p in found if p.grad is not None]
             for (each, _), gradient, most in zip(found, gradients, magnitudes(gradients), strict=True):
                 each.add(gradient, most)
         for _, parameter in found:
@@ -316,13 +313,21 @@ class ExactGradientBucket(GradientBucket):
     @override
     def views(self) -> Iterator[tuple[Parameter, Tensor]]:
         if self._result is None:
-            self._result = torch.empty_like(self.reduced, dtype=self._parameters[0].dtype)
+            self._result = torch.empty_like(self.reduced, dtype=self._parameters[0].dtype.to_real())
         numbers = [each.numel for each in self.sums]
         parts = zip(self.reduced.split(numbers), self._result.split(numbers), strict=True)
         for parameter, each, (integers, out) in zip(self._parameters, self.sums, parts, strict=True):
             each.write(integers, out)
             each.used = False
+            if parameter.is_complex():
+                out = torch.view_as_complex(out.view(-1, 2))
             yield parameter, out.view_as(parameter)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """Return a gradient's numbers; a complex one has two for each element."""
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
 
 class ExactGradients(GradientBuckets):
@@ -440,7 +445,7 @@ class OrderedSums(StepSums):
     @override
     def add(self, loss: Tensor | None, calls: Sequence[LogCall], number: int = 0) -> None:
         super().add(loss, calls, number)
-        self._parts[number] = loss, merged(calls)
+        self._parts[number] = None if loss is None else loss.detach().clone(), merged(calls)
 
     @override
     def totals(self) -> list[float]:
@@ -449,7 +454,7 @@ class OrderedSums(StepSums):
         found = [0.0] * CHANGED + [float(news)]
         for number in self._numbers:
             loss, logged = self._parts.get(number, (None, []))
-            found += [float(loss is not None), 0.0 if loss is None else float(loss.detach().double())]
+            found += [float(loss is not None), 0.0 if loss is None else float(loss.double())]
             own = {call.options: call for call in logged}
             for options in self._layout.options:
                 call = own.get(options)
