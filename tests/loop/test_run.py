@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from unicron_lightning import Run
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.state_parts import DividedState
 
 DATA = TensorDataset(torch.arange(40.0).reshape(20, 2) / 40, torch.arange(20.0).reshape(20, 1) / 20)
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,14 @@ class Setup:
 @pytest.fixture
 def made(tmp_path: Path) -> Setup:
     return Setup(tmp_path)
+
+
+def test_all_members_send_a_joiner_models_and_optimizers(made: Setup) -> None:
+    made.train(1)
+    found = DividedState.of(made.run._state(), least=1, paths=("",))
+    models = sum(parameter.nbytes for parameter in made.model.parameters())
+    assert sum(tensor.nbytes for tensor, equal in zip(found.large, found.equal, strict=True) if equal) == 2 * models
+    assert not all(found.equal)  # random state
 
 
 def test_the_gradient_is_that_of_the_mean_loss(made: Setup) -> None:
