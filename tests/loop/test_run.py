@@ -60,6 +60,12 @@ def test_all_members_send_a_joiner_models_and_optimizers(made: Setup) -> None:
     assert not all(found.equal)  # random state
 
 
+def test_means_have_the_form_of_what_the_function_returns(made: Setup) -> None:
+    named = made.run.evaluate(DATA, lambda batch: {"value": made.loss(batch)}, batch_size=3)
+    assert list(named) == ["value"]
+    assert torch.equal(named["value"], made.run.evaluate(DATA, made.loss, batch_size=3))
+
+
 def test_the_gradient_is_that_of_the_mean_loss(made: Setup) -> None:
     for step in made.run.steps(1):
         loss = step.run(made.loss)

@@ -25,8 +25,8 @@ from unicron_lightning.worker.module_buffers import EvaluationBuffers
 from unicron_lightning.worker.operations import Evaluation
 from unicron_lightning.worker.rows import ReportSum
 
-_VALUE = "value"
-"""Name of the value of a function that returns one."""
+_VALUE = ""
+"""Name of the value of a function that returns one without a name."""
 
 
 class _PredictionEnd(Evaluation[int]):
