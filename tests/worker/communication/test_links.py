@@ -21,6 +21,7 @@ from unicron_lightning import wire
 from unicron_lightning.worker.communication.communicator import (
     Communicator,
     CommunicatorAborted,
+    Route,
     broadcast_bytes,
     gather_bytes,
     gather_rows,
@@ -390,3 +391,20 @@ def test_a_peer_that_dies_or_stops(members: Members, number: signal.Signals) -> 
 def test_headers() -> None:
     assert Header(RESUME, 7).packed() != Header(GOODBYE, 7).packed()
     assert len(Header(1, 2**40, 3, 4, 5, 6, 7).packed()) == len(Header(RESUME, 7).packed())
+
+
+def test_an_error_of_a_further_link_releases_the_transfer_that_needs_it() -> None:
+    members = Members("abcdefgh")
+
+    def body(communicator: LinkCommunicator) -> None:
+        def broken(_: object, __: int, sock: socket.socket) -> None:
+            sock.close()
+            raise OSError("too many open files")
+
+        if communicator.rank == 0:
+            communicator._hub.adopt = broken  # type: ignore[method-assign]
+            with pytest.raises(CommunicatorAborted, match="too many open files"):
+                communicator.transfer([Route((0, 3), 1, memory=[torch.zeros(1, dtype=torch.uint8)])])
+
+    members.run("abcdefgh", body)
+    members.close()

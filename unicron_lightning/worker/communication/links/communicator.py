@@ -25,6 +25,7 @@ from unicron_lightning.worker.communication.links.exchanges import (
 from unicron_lightning.worker.communication.links.greeting import REPLY_BYTES, Hello, confirm
 from unicron_lightning.worker.communication.links.hub import Hub
 from unicron_lightning.worker.communication.links.session import LinkSession
+from unicron_lightning.worker.communication.owned_group import reason_of
 
 DIAL_SECONDS: Final = 5.0
 """Longest time for one attempt to reach a peer."""
@@ -119,8 +120,8 @@ class LinkCommunicator:
     def _connect_further(self) -> None:
         try:
             self._connect()
-        except CommunicatorAborted as error:
-            self.abort(str(error))
+        except Exception as error:  # noqa: BLE001 - the training thread waits for the link, or for an abort
+            self.abort(reason_of(error))
 
     def _connect(self) -> None:
         session, deadline = self._session, time.monotonic() + self._seconds
