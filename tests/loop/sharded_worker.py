@@ -123,6 +123,7 @@ def main(folder: Path, name: str) -> None:
             run.save()
         if step.ends_epoch:
             result["evaluated"][step.number] = models.evaluate(run)
+    result["predicted"] = run.predict(Numbers(), lambda batch: float(models.net(batch)[0]), batch_size=5)
     result["evaluated"][0] = models.evaluate(run)
     saved = torch.load(run.save(out / "last.ckpt"), weights_only=True)
     parts = [(model, saved[model]) for model in ("net", "critic", "teacher")]

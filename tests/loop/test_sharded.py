@@ -98,11 +98,21 @@ def check(found: dict[str, Any], alone: dict[str, Any]) -> None:
             assert values == pytest.approx(alone[part][number], rel=TOLERANCE, abs=TOLERANCE), (part, number)
 
 
+def check_predictions(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    """All workers together have the output of each batch once."""
+    pairs = sorted((indices, loss) for each in found for indices, loss in each["predicted"])
+    expected = sorted(alone["predicted"])
+    assert [indices for indices, _ in pairs] == [indices for indices, _ in expected]
+    assert [loss for _, loss in pairs] == pytest.approx([loss for _, loss in expected], rel=TOLERANCE)
+
+
 def test_a_run_without_deaths_is_that_of_whole_models_in_one_process(world: Site, alone: dict[str, Any]) -> None:
     found = run(world, "undisturbed", [])
     assert len(found) == WORKERS
     for each in found:
         check(each, alone)
+    check_predictions(found, alone)
+    assert all(each["predicted"] for each in found), "joiners that take the same shard at a time form no replica"
     assert any("clip by step.clip_grad_norm_" in each["refused"] for each in found)
 
 
@@ -110,6 +120,15 @@ def test_a_run_without_deaths_is_that_of_whole_models_in_one_process(world: Site
 def test_random_deaths(seed: int, world: Site, alone: dict[str, Any]) -> None:
     found = run(world, f"random{seed}", drawn(seed))
     assert found
+    for each in found:
+        check(each, alone)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_worker_dies_in_a_prediction(rank: int, world: Site, alone: dict[str, Any]) -> None:
+    found = run(world, f"predicting{rank}", [(rank, STEPS, "validation")])
+    assert found
+    check_predictions(found, alone)
     for each in found:
         check(each, alone)
 

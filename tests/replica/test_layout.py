@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unicron_lightning.megatron.grid import Shape
-from unicron_lightning.replica.layout import ReplicaLayout, ShardReport, StateLost, plan_layout
+from unicron_lightning.replica.layout import Replica, ReplicaLayout, ShardReport, StateLost, plan_layout
 from unicron_lightning.replica.step import FINAL, OPEN, SUMMED, CallReport, kept_calls, plan_calls
 
 SHAPE = Shape(tensor=1, pipeline=2, replicas=2)
@@ -171,3 +171,23 @@ def test_a_replica_that_is_new_in_the_middle_of_a_step_takes_its_part_of_the_res
     plans = [plan_calls(range(4), 2, replicas, place) for place in (0, 1)]
     assert [plan.calls for plan in plans] == [((1,),), ((3,),)]
     assert [plan.kept for plan in plans] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("shards", "replicas", "expected"),
+    [
+        ([0, 1, 0, 0], 4, [3]),  # two joiners at a time have taken the same shard
+        ([0, 1, 0, 0, 0, 0], 4, [4, 5]),
+        ([0, 1, 0, 0, 1], 4, []),  # one more replica is formed; the other spare waits for a joiner
+        ([0, 1, 0, 0], 1, [2, 3]),  # no further replica can be used
+        ([0, 1, 0, 1], 1, [2, 3]),
+        ([0, 1, 0], 2, []),
+    ],
+)
+def test_a_spare_is_surplus_if_its_shard_completes_no_replica(
+    shards: list[int], replicas: int, expected: list[int]
+) -> None:
+    first = Replica(name="1/0", members=(0, 1), continues=True, carried=True)
+    layout = ReplicaLayout(replicas=(first,), shards=tuple(shards), stale=frozenset(), newest=0)
+    shape = Shape(tensor=1, pipeline=2, replicas=replicas)
+    assert [rank for rank in range(len(shards)) if layout.is_surplus(rank, shape)] == expected

@@ -80,8 +80,10 @@ class PartnerWatch:
 LACKING: Final = "replica/lacking"
 """Key of the record of missing shards: the epoch, the shards, and the address of the epoch's store.
 
-Each missing shard is claimed by one joiner.
+Each missing shard is claimed by one joiner, those of a replica before those of the next one.
 """
+_ANY: Final = "any"
+"""Record of a worker's shard whose successor is to take the most urgent one."""
 _CLAIM_TIMEOUT: Final = timedelta(seconds=10)
 _POLL_SECONDS: Final = 0.05
 
@@ -99,28 +101,28 @@ def wait_lacking(control: Control) -> dict[str, Any] | None:
     return None
 
 
-def claim_shard(lacking: dict[str, Any], first: int) -> int:
-    """Claim a missing shard in the epoch's store, each as often as it is missing.
+def claim_shard(lacking: dict[str, Any], first: int | None) -> int:
+    """Claim a missing shard in the epoch's store, the one of the most urgent replica; each entry is claimed once.
 
     Args:
         lacking: record published by `ReplicaFabric`.
-        first: preferred shard.
+        first: preferred shard; None without one.
 
     Returns:
         The claimed shard; any missing one if all are claimed (perhaps by workers that have died since), or if the
         store's agent has died.
     """
     shards: list[int] = lacking["shards"]
-    wanted = [shard for shard in (first, *shards) if shard in shards]
+    entries = sorted(range(len(shards)), key=lambda entry: shards[entry] != first)
     prefix = f"{LACKING}/{lacking['epoch']}/{lacking['key']}"
     try:
         store = dist.TCPStore(lacking["host"], lacking["port"], is_master=False, timeout=_CLAIM_TIMEOUT)
-        for shard in dict.fromkeys(wanted):
-            if store.add(f"{prefix}/{shard}", 1) <= shards.count(shard):
-                return shard
+        for entry in entries:
+            if store.add(f"{prefix}/{entry}", 1) == 1:
+                return shards[entry]
     except (RuntimeError, OSError) as error:
         logger.warning("shard_not_claimed error=%s", error)
-    return wanted[0]
+    return shards[entries[0]]
 
 
 logger = logging.getLogger(__name__)
@@ -317,24 +319,24 @@ class ReplicaFabric(Generic[FabricShapeT]):
 
         A joiner that chooses by an outdated record may take a shard that another worker has taken; it then is surplus.
         """
-        control = self._control
+        control, shards = self._control, self.shape.shards
         assert control is not None
         own = control.lookup(_record_of(self._worker))
-        self.shard = int(own) if own else local_rank % self.shape.shards
+        preferred = int(own) if own and own != _ANY else None
+        if not own and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % shards == 0:
+            preferred = local_rank % shards  # a replica's workers are on one node
         lacking = wait_lacking(control)
         if lacking is not None:
-            self.shard = claim_shard(lacking, self.shard)
+            self.shard = claim_shard(lacking, preferred)
+        else:
+            self.shard = local_rank % shards if preferred is None else preferred
 
     def leave_if_surplus(self) -> None:
         """Exit, to be restarted with another shard, if more workers hold this shard than can be used."""
         place = self.place
-        if place is None or place.replica is not None or self._control is None:
-            return
-        same = [rank for rank, shard in enumerate(place.layout.shards) if shard == self.shard]
-        idle = [rank for rank in same if place.layout.place(rank) is None]
-        if place.rank in idle[len(idle) - max(0, len(same) - self.shape.replicas) :]:
+        if place is not None and self._control is not None and place.layout.is_surplus(place.rank, self.shape):
             logger.warning("surplus_shard shard=%d epoch=%d", self.shard, place.epoch)
-            self._control.record(_record_of(self._worker), "", place.epoch)
+            self._control.record(_record_of(self._worker), _ANY, place.epoch)
             logging.shutdown()
             os._exit(EXIT_EXPELLED)
 

@@ -98,6 +98,21 @@ class ReplicaLayout:
         """The place among the replicas of the replica of an epoch rank; None for a spare."""
         return next((place for place, replica in enumerate(self.replicas) if rank in replica.members), None)
 
+    def is_surplus(self, rank: int, shape: ReplicaShape) -> bool:
+        """Whether a spare is of no use with its shard: more workers hold it than there are replicas, or a replica
+        lacks another shard and will not get it from a spare.
+        """
+        if self.place(rank) is not None:
+            return False
+        spares = [[each for each, own in enumerate(self.shards) if own == shard] for shard in range(shape.shards)]
+        same = len(spares[self.shards[rank]])
+        spares = [[each for each in ranks if self.place(each) is None] for ranks in spares]
+        own = spares[self.shards[rank]]
+        too_many = max(0, same - shape.replicas)
+        if len(self.replicas) < shape.replicas:
+            too_many = max(too_many, (len(own) - min(map(len, spares))) // 2)
+        return rank in own[len(own) - too_many :]
+
     def missing(self, shape: ReplicaShape) -> list[int]:
         """Shards that are missing to complete all declared replicas, most urgent first."""
         active = {rank for replica in self.replicas for rank in replica.members}
