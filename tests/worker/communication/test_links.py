@@ -394,9 +394,11 @@ def test_headers() -> None:
 
 
 def test_an_error_of_a_further_link_releases_the_transfer_that_needs_it() -> None:
-    members = Members("abcdefgh")
+    members, connected = Members("abcdefgh"), threading.Barrier(8)
 
     def body(communicator: LinkCommunicator) -> None:
+        connected.wait(20)  # rank 0 ends the epoch for all
+
         def broken(_: object, __: int, sock: socket.socket) -> None:
             sock.close()
             raise OSError("too many open files")
