@@ -31,7 +31,7 @@ BUDGET ?=
 COMPUTING := $(addprefix tests/,planner cli coordinator data simulate faults detection) $(wildcard tests/test_*.py)
 # These start processes and mostly wait; their limits of time are generous (the fault tests pass at a load of ten).
 # They run in this order: the longest first, so that none is left alone at the end.
-STARTING := $(addprefix tests/,megatron demo fsdp system cross joins strategies examples local_cluster matrix launcher node callbacks)
+STARTING := $(addprefix tests/,megatron demo fsdp system cross joins loop strategies examples local_cluster matrix launcher node callbacks)
 NONE_PICKED = $(if $(PYTEST_ARGS),|| test $$? = 5)
 
 VENV := .venv

@@ -7,6 +7,7 @@ from torch import nn
 
 from unicron_lightning.data.loader import BatchRows, GlobalBatch
 from unicron_lightning.data.passes import RowPart
+from unicron_lightning.fsdp.gradients import ShardedGradients
 from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.holder import ShardHolder
 from unicron_lightning.fsdp.rows import StepRows
@@ -40,13 +41,13 @@ def test_a_spare_that_gets_a_state_in_a_step_begins_with_its_buffers() -> None:
     norm = nn.BatchNorm1d(2)
     effects, samples = Effects(norm, None), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     batch = GlobalBatch(0, 0, range(1), lambda _: samples, lambda _: 2)
-    rows = StepRows(batch, RowPart(), effects, SumsLayout(), Activity())
+    rows = StepRows(batch, RowPart(), effects, SumsLayout(), Activity(), ShardedGradients([], torch.device("cpu")))
     norm.load_state_dict({**norm.state_dict(), "running_mean": torch.tensor([5.0, 7.0])})
     rows.renew()
 
     def run(number: int, *, counts: bool) -> None:
         effects.start_micro_batch()
-        rows.add(norm(batch.fetch(number)).sum(), ())
+        rows.add(norm(batch.fetch(number)).sum(), (), number)
         effects.finish_micro_batch(number)
 
     rows.call(run, [0], last=True)

@@ -79,6 +79,11 @@ class Models:
         return float(run.evaluate(Numbers(), lambda batch: self.net(batch)[0], batch_size=5))
 
 
+def plain(values: dict[str, Any]) -> dict[str, float]:
+    """Return numbers instead of tensors."""
+    return {key: float(value) for key, value in values.items()}
+
+
 def main(folder: Path, name: str) -> None:
     """Train, and write the result."""
     torch.set_default_dtype(torch.float64)
@@ -116,8 +121,7 @@ def main(folder: Path, name: str) -> None:
         schedule.step()
         judged = step.run(models.criticism)
         judge.step()
-        numbers = {**found, "judged": judged, "norm": norm}
-        result["losses"][step.number] = {key: float(value) for key, value in numbers.items()}
+        result["losses"][step.number] = plain({**found, "judged": judged, "norm": norm})
         step.log(**found)
         if step.number == SAVED:
             run.save()

@@ -139,7 +139,7 @@ def test_all_die_and_the_task_resumes_from_its_checkpoint(kind: str, world: Site
     said = "".join(path.read_text() for path in (world.folder / f"{kind}-all" / "agents").glob("*.log"))
     assert ("task_resumes_from_memory" in said) == (kind == "memory")
     if kind == "beside":
-        kept = sorted(path.name for path in (world.folder / "beside-all" / "checkpoints").iterdir())
+        kept = sorted(path.name for path in (world.folder / "beside-all" / "checkpoints").glob("*.ckpt"))
         assert kept == ["step=15.ckpt", "step=16.ckpt"]
 
 

@@ -110,6 +110,9 @@ class Gradients:
             if self._launch is not None and self._order and self._order[0] == index:
                 self._launch(self._order.pop(0))
 
+    def take(self) -> None:
+        """Nothing is moved after a backward."""
+
     def finish(self) -> list[int]:
         self._launch = None
         return self._order

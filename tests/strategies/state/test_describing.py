@@ -32,7 +32,7 @@ class Trainer:
 
     def __init__(self, model: Model, lr: float = 0.1, gamma: float = 0.5) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        self.lightning_module = model
+        self.lightning_module, self.strategy = model, object()
         self.optimizers = [optimizer]
         scheduler = StepLR(optimizer, 10, gamma)
         self.lr_scheduler_configs = [type("Config", (), {"scheduler": scheduler, "interval": "step"})]
