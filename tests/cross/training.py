@@ -250,7 +250,7 @@ def _tensors(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
         return state(trainer, module)
     sharded = getattr(trainer.strategy, "_sharded", None)
     return {
-        "spare": sharded is not None and sharded.is_spare,
+        "spare": sharded is not None and sharded.holder.is_spare,
         "module": {name: _plain(value) for name, value in module.state_dict().items()},
         "optimizers": [_state(optimizer) for optimizer in trainer.optimizers],
     }
