@@ -206,6 +206,15 @@ def test_an_evaluation_is_the_mean_over_the_samples_and_changes_nothing(made: Se
     assert made.model.training
 
 
+def test_wrong_arguments_of_a_pass_do_not_end_the_run(made: Setup) -> None:
+    for step in made.run.steps(2):
+        for act in (made.run.evaluate, made.run.predict):
+            with pytest.raises(ConfigError, match="batch size"):
+                act(DATA, made.loss, batch_size=0)
+        step.run(made.loss)
+    assert made.run.global_step == 2
+
+
 def test_a_prediction_has_each_sample_once_in_order(made: Setup) -> None:
     made.model.train()
     found = made.run.predict(DATA, lambda batch: (batch[1], made.model(batch[0].double())), batch_size=3)

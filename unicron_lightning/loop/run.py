@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import torch
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MIB: Final = 1 << 20
+_ResultT = TypeVar("_ResultT")
 
 
 class Run:
@@ -267,9 +268,7 @@ class Run:
                 return known
             if self._left_out:
                 logger.warning("evaluation_unknown reason=its loop is left out: the models are those before training")
-        with self.failing():
-            means = self._pass(data, function, batch_size).means()
-        self.engine.activity.enter("hooks")
+        means = self._pass(data, function, batch_size, lambda made: made.means())
         if not self._active:
             self._session.record_means(self._passes_between, means)
         return means
@@ -289,25 +288,29 @@ class Run:
         Returns:
             Data set indices (of streams None) and output of each batch, in order.
         """
-        if (
-            self._left_out or not self.engine.has_state
-        ):  # the members have the batches, or the task has made the outputs
+        if self._left_out or not self.engine.has_state:  # the task has made the outputs, or the members will
             self._passes += 1
             return []
-        with self.failing():
-            found = self._pass(data, function, batch_size).predictions()
-        self.engine.activity.enter("hooks")
-        return found
+        return self._pass(data, function, batch_size, lambda made: made.predictions())
 
-    def _pass(self, data: Any, function: Callable[[Any], Any], batch_size: int | None) -> LoopPass:
-        """Return a pass over data."""
+    def _pass(
+        self,
+        data: Any,
+        function: Callable[[Any], Any],
+        batch_size: int | None,
+        run: Callable[[LoopPass], _ResultT],
+    ) -> _ResultT:
+        """Run a pass over data. Arguments are checked before, so that their errors do not end the run."""
         _check_number("the batch size", batch_size, least=1)
         loader = loader_of(data, batch_size, self._streams, shuffle=False)
         self.check_whole()
         self._passes += 1
         place = (self.seed, self.current_epoch, self._passes)
-        batches = batches_of(self.engine, loader, self._streams, self.seed)
-        return self.models.evaluation(batches, function, place)
+        with self.failing():
+            batches = batches_of(self.engine, loader, self._streams, self.seed)
+            found = run(self.models.evaluation(batches, function, place))
+        self.engine.activity.enter("hooks")
+        return found
 
     def save(self, path: str | os.PathLike[str] | None = None) -> str:
         """Write a checkpoint, from which the task also resumes if no worker survives; return its path.
