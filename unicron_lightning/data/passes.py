@@ -54,6 +54,13 @@ class RowPart:
     shard: int = 0
     exchange: Callable[[int], Sequence[int]] = lambda word: [word]
 
+    def own(self, row: int, number: int) -> tuple[int, bool]:
+        """Return this worker's batch of a row, given the number of all batches, and whether the row has one for it;
+        otherwise it is the last one.
+        """
+        batch = row * self.size + self.shard
+        return min(batch, number - 1), batch < number
+
 
 class IndexedBatches:
     """The batches of data with an index in a pass, by number.
@@ -155,12 +162,11 @@ def own_batches(
         replicas: number of replicas.
         part: of the shard.
     """
-    batches, size, found = range(number), part.size, []
-    for row in plan_rows(batches, known, replica, replicas, width=size).rows:
-        own = batches[row * size : (row + 1) * size]
-        batch = own[min(part.shard, len(own) - 1)]
-        found.append((batch, part.shard < len(own) and batch not in known and batch not in finished))
-    return [each for each in found if size > 1 or each[1]]
+    found = []
+    for row in plan_rows(range(number), known, replica, replicas, width=part.size).rows:
+        batch, is_there = part.own(row, number)
+        found.append((batch, is_there and batch not in known and batch not in finished))
+    return [each for each in found if part.size > 1 or each[1]]
 
 
 class StreamBatches:

@@ -26,7 +26,7 @@ def number_of_rows(micro_batches: Sequence[int], size: int) -> int:
 
 def own_of_rows(micro_batches: Sequence[int], rows: Sequence[int], part: RowPart) -> list[int]:
     """Return a worker's micro-batch of each of some rows; the last one completes the last row, and does not count."""
-    return [micro_batches[min(row * part.size + part.shard, len(micro_batches) - 1)] for row in rows]
+    return [micro_batches[part.own(row, len(micro_batches))[0]] for row in rows]
 
 
 class StepRows:

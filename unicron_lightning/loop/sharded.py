@@ -418,9 +418,7 @@ class ShardedLoopPass(LoopPass):
 
     def _own(self, row: int) -> tuple[int, bool]:
         """Return this worker's batch of a row, and whether it counts."""
-        part, number = self._models.holder.part, self._indexed.number
-        batch = row * part.size + part.shard
-        return min(batch, number - 1), batch < number
+        return self._models.holder.part.own(row, self._indexed.number)
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -262,13 +262,18 @@ def _folded(parts: Mapping[str, int]) -> float:
 
 def _sum(tensor: Tensor) -> Tensor:
     """The sum of a tensor's words as integers, modulo 2**64."""
+    return words_of(tensor).sum(dtype=torch.int64)
+
+
+def words_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements as integers of their size, in one dimension; a complex one is two."""
     flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     integer = _INTEGERS.get(flat.element_size())
     if integer is None or flat.dtype == torch.bool:
         flat, integer = flat.to(torch.uint8), torch.uint8
-    return flat.view(integer).sum(dtype=torch.int64)
+    return flat.view(integer)
 
 
 def _numbers(sums: list[Tensor]) -> list[int]:

@@ -17,7 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from unicron_lightning.worker.agreement import words_of
+
 _PART: Final = 1 << 20
 """Words that are weighted at a time."""
 _MIX: Final = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))
@@ -96,12 +97,8 @@ def weighted(tensor: Tensor, first: int = 0) -> int:
         tensor: a whole one, or a part that is contiguous in it.
         first: place of the part's first element.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.is_complex():
-        flat, first = torch.view_as_real(flat).view(-1), 2 * first
-    if flat.dtype == torch.bool:
-        flat = flat.to(torch.uint8)
-    flat, total = flat.view(_WORDS[flat.element_size()]), 0
+    flat, total = words_of(tensor.detach()), 0
+    first *= 2 if tensor.is_complex() else 1
     for start in range(0, flat.numel(), _PART):
         words = flat[start : start + _PART].long()
         weights = torch.arange(first + start + 1, first + start + 1 + words.numel(), device=flat.device) * _MIX[0]
