@@ -106,8 +106,8 @@ class Deaths:
         run = self._run
         for number, (rank, step, point) in enumerate(self._history):
             if point == phase and run.global_step >= step and rank in (run.global_rank, -1):
-                together = rank == -1 and point == "micro_batch"  # which no worker needs others to reach
-                whose = self._agent() if together else run.global_rank if rank == -1 else "one"
+                together = rank == -1  # at points that no worker needs others to reach
+                whose = self._agent() if together else "one"
                 mark = self._folder / f"died-{number}-{whose}"
                 try:
                     mark.touch(exist_ok=False)
