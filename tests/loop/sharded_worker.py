@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from loop.worker import EPOCHS, SAVED, Deaths, Numbers
+from loop.worker import EPOCHS, SAVED, Deaths, Numbers, write
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -133,6 +132,4 @@ def main(folder: Path, name: str) -> None:
     parts = [(model, saved[model]) for model in ("net", "critic", "teacher")]
     result["state"] = {f"{model}.{key}": value for model, part in parts for key, value in part.items()}
     result |= {"step": run.global_step, "rate": schedule.get_last_lr(), "random": torch.rand(1)}
-    path = out / ("result.pt" if name == "alone" else f"result-{os.environ['RANK']}-{os.getpid()}.pt")
-    torch.save(result, path.with_suffix(".part"))
-    path.with_suffix(".part").rename(path)
+    write(result, folder, out)

@@ -1,29 +1,28 @@
-"""A loop under random deaths ends as it does in one process without any, and uses each sample once in an epoch."""
+"""A loop, and a Trainer, under random deaths end as in one process without any, and use each sample once an epoch."""
 
 from __future__ import annotations
 
-import json
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from joins.running import SECONDS, Site, results, site
-from loop.worker import BETWEEN, BREAK, EPOCHS, KINDS, SAVED, WORKERS
+from joins.running import Site, site
+from loop.running import RECOVERING, TOLERANCE, check, run, single
+from loop.worker import BETWEEN, BREAK, EPOCHS, LOOPS, SAVED, WORKERS
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 POINTS = ("forward", "micro_batch", "launched", "reduced", "commit", "committed", "body", "validation", "evaluated")
-RECOVERING = ("exchange", "connect", "join")
-TOLERANCE = 1e-12
+KINDS = {**LOOPS, "trainer": 4}
+"""With the steps of an epoch on average."""
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with site(tmp_path_factory.mktemp("loop"), "loop.worker") as made:
+    with site(tmp_path_factory.mktemp("loop"), "loop.worker", "loop.trainer_worker") as made:
         yield made
 
 
@@ -35,26 +34,24 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def alone(kind: str, world: Site) -> dict[str, Any]:
-    return single(world, kind)
+    return single_of(world, kind)
 
 
-def single(world: Site, kind: str, *, reproducible: bool = False) -> dict[str, Any]:
+def single_of(world: Site, kind: str, *, reproducible: bool = False) -> dict[str, Any]:
     """Train in one process, once."""
     folder = world.folder / f"{kind}-{'exact' if reproducible else 'single'}"
-    if folder.exists():
-        return torch.load(folder / "alone" / "result.pt")
-    folder.mkdir()
-    if reproducible:
-        (folder / "reproducible").touch()
-    process = world.start_alone(folder / "log")
-    process.start("alone", "loop.worker", str(folder), f"{kind}-alone")
-    limit = time.monotonic() + SECONDS
-    while not process.has_ended() and time.monotonic() < limit:
-        time.sleep(0.05)
-    codes = process.codes()
-    process.stop()
-    assert codes == [0], (folder / "log" / "alone.log").read_text()
-    return torch.load(folder / "alone" / "result.pt")
+    if not folder.exists():
+        folder.mkdir()
+        if reproducible:
+            (folder / "reproducible").touch()
+        return single(world, folder, module_of(kind), f"{kind}-alone")
+    found: dict[str, Any] = torch.load(folder / "alone" / "result.pt")
+    return found
+
+
+def module_of(kind: str) -> str:
+    """Return the module of a kind's worker: a loop, or a Trainer."""
+    return "loop.worker" if kind in LOOPS else "loop.trainer_worker"
 
 
 def drawn(seed: int, steps: int) -> list[tuple[int, int, str]]:
@@ -62,40 +59,6 @@ def drawn(seed: int, steps: int) -> list[tuple[int, int, str]]:
     chance = random.Random(seed)
     deaths = [(chance.randrange(WORKERS), chance.randrange(steps - 2), chance.choice(POINTS)) for _ in range(2)]
     return [*deaths, (chance.randrange(WORKERS), 1, chance.choice(RECOVERING))]
-
-
-def run(
-    world: Site, name: str, history: list[tuple[int, int, str]], *, reproducible: bool = False
-) -> list[dict[str, Any]]:
-    folder = world.folder / name
-    started = world.start_world(f"loop-{name}", folder / "agents", WORKERS, least=1, restarts=6)
-    folder.mkdir(exist_ok=True)
-    (folder / "history.json").write_text(json.dumps(history))
-    if reproducible:
-        (folder / "reproducible").touch()
-    try:
-        started.start("loop.worker", str(folder), name)
-        limit = time.monotonic() + SECONDS
-        while not started.has_ended() and time.monotonic() < limit:
-            time.sleep(0.02)
-        codes = started.codes()
-    finally:
-        started.stop()
-    logs = "\n".join(path.read_text()[-3000:] for path in sorted((folder / "agents").glob("*.log")))
-    assert set(codes) == {0}, f"{history} {codes}\n{logs}"
-    assert list(folder.glob("died-*")), f"{history}: nothing has died"
-    return results(folder)
-
-
-def check(found: dict[str, Any], alone: dict[str, Any]) -> None:
-    for key, value in alone["state"].items():
-        assert torch.allclose(found["state"][key].double(), value.double(), rtol=TOLERANCE, atol=TOLERANCE), key
-    assert found["step"] == alone["step"]
-    assert found["rate"] == alone["rate"] and found["scale"] == alone["scale"]
-    assert torch.equal(found["random"], alone["random"])
-    for part in ("losses", "evaluated"):
-        for number, values in found[part].items():
-            assert values == pytest.approx(alone[part][number], rel=TOLERANCE, abs=TOLERANCE), (part, number)
 
 
 def test_alone_each_sample_is_used_once_in_an_epoch(kind: str, alone: dict[str, Any]) -> None:
@@ -122,15 +85,14 @@ def seeds() -> list[Any]:
 
 @pytest.mark.parametrize(("kind", "seed"), seeds(), indirect=["kind"], scope="module")
 def test_random_deaths(kind: str, seed: int, world: Site, alone: dict[str, Any]) -> None:
-    found = run(world, f"{kind}-random{seed}", drawn(seed, EPOCHS * KINDS[kind]))
-    assert found
+    found = run(world, f"{kind}-random{seed}", module_of(kind), drawn(seed, EPOCHS * KINDS[kind]), workers=WORKERS)
     for each in found:
         check(each, alone)
 
 
-@pytest.mark.parametrize("kind", ["plain", "stream", "beside", "memory"], indirect=True)
+@pytest.mark.parametrize("kind", ["plain", "stream", "beside", "memory", "trainer"], indirect=True)
 def test_all_die_and_the_task_resumes_from_its_checkpoint(kind: str, world: Site, alone: dict[str, Any]) -> None:
-    found = run(world, f"{kind}-all", [(-1, SAVED + 2, "micro_batch")])
+    found = run(world, f"{kind}-all", module_of(kind), [(-1, SAVED + 2, "micro_batch")], workers=WORKERS)
     assert len(found) == WORKERS
     for each in found:
         check(each, alone)
@@ -143,19 +105,21 @@ def test_all_die_and_the_task_resumes_from_its_checkpoint(kind: str, world: Site
         assert kept == ["step=15.ckpt", "step=16.ckpt"]
 
 
-def test_a_reproducible_loop_has_the_bits_of_one_process(world: Site) -> None:
-    alone = single(world, "plain", reproducible=True)
-    steps = EPOCHS * KINDS["plain"]
+@pytest.mark.parametrize("kind", ["plain", "trainer"])
+def test_a_reproducible_run_has_the_bits_of_one_process(kind: str, world: Site) -> None:
+    name = f"{kind}-exact"
+    alone = single_of(world, kind, reproducible=True)
+    steps = EPOCHS * KINDS[kind]
     histories = [drawn(11, steps), drawn(12, steps), [(-1, SAVED + 1, "micro_batch"), (1, 2, "launched")]]
     for number, history in enumerate(histories):
-        found = run(world, f"plain-exact{number}", history, reproducible=True)
-        assert found
-        for each in found:
+        (world.folder / f"{name}{number}").mkdir()
+        (world.folder / f"{name}{number}" / "reproducible").touch()
+        for each in run(world, f"{name}{number}", module_of(kind), history, workers=WORKERS):
             assert each["state"].keys() == alone["state"].keys()
             assert [key for key, value in each["state"].items() if not torch.equal(value, alone["state"][key])] == []
             for part in ("losses", "evaluated"):
                 assert each[part] == {step: alone[part][step] for step in each[part]}
-    log = (world.folder / "plain-exact" / "log" / "alone.log").read_text()
+    log = (world.folder / name / "log" / "alone.log").read_text()
     assert log.count("reproducible: ") == 2 and log.count("reproducible: digest ") == 1
 
 
@@ -166,7 +130,7 @@ def test_what_follows_a_loop_that_is_left_out_is_that_of_the_task(
 ) -> None:
     """A replacement, and all workers of a new life, leave out the first loop, and have its model no more."""
     name = f"{kind}-between{rank}"
-    found = run(world, name, [(rank, SAVED + BREAK + 2, "micro_batch")])
+    found = run(world, name, module_of(kind), [(rank, SAVED + BREAK + 2, "micro_batch")], workers=WORKERS)
     assert len(found) == WORKERS
     for each in found:
         check(each, alone)

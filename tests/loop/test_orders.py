@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from joins.running import SECONDS, Site, World, results, site
-from loop.test_faults import check
+from loop.running import check, single
 from loop.worker import STOPPED, WORKERS
 
 from unicron_lightning.local_cluster.processes import until
@@ -29,14 +28,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def alone(world: Site) -> dict[str, Any]:
-    folder = world.folder / "single"
-    folder.mkdir()
-    process = world.start_alone(folder / "log")
-    process.start("alone", "loop.worker", str(folder), "plain-alone")
-    until("the end", process.has_ended, SECONDS)
-    process.stop()
-    found: dict[str, Any] = torch.load(folder / "alone" / "result.pt")
-    return found
+    return single(world, world.folder / "single", "loop.worker", "plain-alone")
 
 
 def run(site: Site, name: str, orders: dict[int, Callable[[World], None]], ends: int = 0) -> list[dict[str, Any]]:

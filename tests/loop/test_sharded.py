@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import random
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
-import torch
-from joins.running import SECONDS, Site, World, results, site
+from joins.running import Site, World, site
+from loop.running import RECOVERING, TOLERANCE, check, single
+from loop.running import run as run_workers
 from loop.sharded_worker import WORKERS
 from loop.worker import EPOCHS, SAVED
 
@@ -22,30 +22,18 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 STEPS = EPOCHS * 4
 POINTS = ("forward", "call", "reduce", "reduced", "gate", "commit", "committed", "body", "validation", "evaluated")
-RECOVERING = ("exchange", "connect", "join")
-TOLERANCE = 1e-12
+MODULE = "loop.sharded_worker"
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with site(tmp_path_factory.mktemp("sharded"), "loop.sharded_worker") as made:
+    with site(tmp_path_factory.mktemp("sharded"), MODULE) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def alone(world: Site) -> dict[str, Any]:
-    folder = world.folder / "single"
-    folder.mkdir()
-    process = world.start_alone(folder / "log")
-    process.start("alone", "loop.sharded_worker", str(folder), "alone")
-    limit = time.monotonic() + SECONDS
-    while not process.has_ended() and time.monotonic() < limit:
-        time.sleep(0.05)
-    codes = process.codes()
-    process.stop()
-    assert codes == [0], (folder / "log" / "alone.log").read_text()
-    found: dict[str, Any] = torch.load(folder / "alone" / "result.pt")
-    return found
+    return single(world, world.folder / "single", MODULE)
 
 
 def drawn(seed: int) -> list[tuple[int, int, str]]:
@@ -61,41 +49,12 @@ def run(
     history: list[tuple[int, int, str]],
     *,
     workers: int = WORKERS,
-    act: Callable[[World], None] = lambda started: None,
+    act: Any = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    folder = world.folder / name
-    started = world.start_world(f"sharded-{name}", folder / "agents", workers, least=2, restarts=6)
-    folder.mkdir(exist_ok=True)
-    (folder / "history.json").write_text(json.dumps(history))
-    (folder / "options.json").write_text(json.dumps({"workers": workers, **options}))
-    try:
-        started.start("loop.sharded_worker", str(folder), name)
-        limit = time.monotonic() + SECONDS
-        while not started.has_ended() and time.monotonic() < limit:
-            act(started)
-            started.keep_up()
-            time.sleep(0.02)
-        codes = started.codes()
-    finally:
-        started.stop()
-    logs = "\n".join(path.read_text()[-3000:] for path in sorted((folder / "agents").glob("*.log")))
-    assert set(codes) == {0}, f"{history} {codes}\n{logs}"
-    assert not history or list(folder.glob("died-*")), f"{history}: nothing has died"
-    return results(folder)
-
-
-def check(found: dict[str, Any], alone: dict[str, Any]) -> None:
-    assert found["state"].keys() == alone["state"].keys()
-    for key, value in alone["state"].items():
-        assert torch.allclose(found["state"][key].double(), value.double(), rtol=TOLERANCE, atol=TOLERANCE), key
-    assert found["step"] == alone["step"] == STEPS
-    assert found["rate"] == alone["rate"]
-    assert torch.equal(found["random"], alone["random"])
-    for part in ("losses", "evaluated"):
-        assert found[part]
-        for number, values in found[part].items():
-            assert values == pytest.approx(alone[part][number], rel=TOLERANCE, abs=TOLERANCE), (part, number)
+    (world.folder / name).mkdir()
+    (world.folder / name / "options.json").write_text(json.dumps({"workers": workers, **options}))
+    return run_workers(world, name, MODULE, history, workers=workers, least=2, act=act)
 
 
 def check_predictions(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
@@ -119,7 +78,6 @@ def test_a_run_without_deaths_is_that_of_whole_models_in_one_process(world: Site
 @pytest.mark.parametrize("seed", range(4))
 def test_random_deaths(seed: int, world: Site, alone: dict[str, Any]) -> None:
     found = run(world, f"random{seed}", drawn(seed))
-    assert found
     for each in found:
         check(each, alone)
 
@@ -127,7 +85,6 @@ def test_random_deaths(seed: int, world: Site, alone: dict[str, Any]) -> None:
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_worker_dies_in_a_prediction(rank: int, world: Site, alone: dict[str, Any]) -> None:
     found = run(world, f"predicting{rank}", [(rank, STEPS, "validation")])
-    assert found
     check_predictions(found, alone)
     for each in found:
         check(each, alone)

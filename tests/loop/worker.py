@@ -1,6 +1,6 @@
 """A worker that trains by a loop of its own, or the process that does so alone: ``FOLDER NAME``.
 
-The name begins with one of `KINDS`: the difference to a plain loop, such as data in streams. ``orders.json`` in the
+The name begins with one of `LOOPS`: the difference to a plain loop, such as data in streams. ``orders.json`` in the
 folder has the steps at which a test gives orders, ``history.json`` the deaths: for each the rank (-1: all), the step
 from which on it is due, and the point of the engine or of the body. A worker writes what its training has at the end.
 """
@@ -82,11 +82,11 @@ class Deaths:
 
     Args:
         folder: has the history, and marks.
-        run: whose engine is observed.
+        run: whose engine is observed: a loop, or one of a Trainer.
         workers: of the task.
     """
 
-    def __init__(self, folder: Path, run: unicron.Run, workers: int = WORKERS) -> None:
+    def __init__(self, folder: Path, run: Any, workers: int = WORKERS) -> None:
         path = folder / "history.json"
         self._history = json.loads(path.read_text()) if path.exists() else []
         orders = folder / "orders.json"
@@ -149,7 +149,7 @@ class Deaths:
         return list(self._folder.glob("died-*"))
 
 
-KINDS: Final = {
+LOOPS: Final = {
     "plain": 4,
     "stream": 5,
     "gan": 4,
@@ -193,7 +193,7 @@ class Training:
 
     Args:
         run: of the loop.
-        kind: one of `KINDS`.
+        kind: one of `LOOPS`.
     """
 
     def __init__(self, run: unicron.Run, kind: str) -> None:
@@ -281,6 +281,12 @@ def main(folder: Path, name: str) -> None:
     result["state"] = {key: value.clone() for key, value in run.registered.module.state_dict().items()}
     result |= {"step": run.global_step, "rate": training.schedule.get_last_lr(), "scale": training.scaler.get_scale()}
     result["random"] = torch.rand(1)
+    write(result, folder, out)
+
+
+def write(result: dict[str, Any], folder: Path, out: Path) -> None:
+    """Write a result, whole or not at all: that of a worker in the folder, that of a process alone elsewhere."""
+    out.mkdir(exist_ok=True)
     path = out / ("result.pt" if out != folder else f"result-{os.environ['RANK']}-{os.getpid()}.pt")
     torch.save(result, path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)
