@@ -98,8 +98,8 @@ class ShardedCheckpoints(SingleFileCheckpoints):
     def held(self, checkpoint: dict[str, Any]) -> HeldCheckpoint:
         model = self._parallel.member.model
         reshard(model.root)
-        optimizer = model.optimizer if "optimizer_states" in checkpoint else None
-        return folder.held_part(model.root, optimizer, self._parallel.shard, rest_of(checkpoint))
+        optimizers = [model.optimizer] if model.optimizer is not None and "optimizer_states" in checkpoint else []
+        return folder.held_part(model.root, optimizers, self._parallel.shard, rest_of(checkpoint))
 
     def load(self, path: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return a file's content, or the part of a folder's that is not model or optimizer."""

@@ -31,8 +31,6 @@ from unicron_lightning.fsdp.mesh import (
     ReplicaMesh,
     ShardGroup,
     check_sharded_optimizer,
-    local_shard,
-    reshard,
     sum_gradients,
 )
 from unicron_lightning.fsdp.model import FsdpShard
@@ -43,16 +41,13 @@ from unicron_lightning.strategies.fsdp.checkpoints import ShardedCheckpoints
 from unicron_lightning.strategies.fsdp.prediction import ShardedPredictions
 from unicron_lightning.strategies.fsdp.steps import ShardedEvaluation, ShardedSteps, clip_by_agreed_norm, keep_spares
 from unicron_lightning.strategies.parallelism import Parallelism
-from unicron_lightning.strategies.state.memory import ReplicaDivision
+from unicron_lightning.strategies.state.memory import SpreadDivision
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.communication.nccl import check_device
 from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.module_buffers import unsaved
-from unicron_lightning.worker.operations import Agreement
 from unicron_lightning.worker.reporting import balance_of
-from unicron_lightning.worker.reproducible import digest_from, state_tensors, weighted
 from unicron_lightning.worker.rows import present
 from unicron_lightning.worker.session import Session, control_of_process
 
@@ -234,7 +229,7 @@ class FsdpParallel(Parallelism):
         self.steps = ShardedSteps(self, divergence)
         self.evaluation = ShardedEvaluation(self)
         self.checkpoints = ShardedCheckpoints(self, folders=folders)
-        self.division = ReplicaDivision(strategy, lambda: self.member)
+        self.division = SpreadDivision(strategy, lambda: self.member)
         self._sharding = sharding
         self._rebalance = rebalance
         self._holder: ShardHolder | None = None
@@ -382,23 +377,7 @@ class FsdpParallel(Parallelism):
         self.member.finish(self.strategy.engine)
 
     def digest(self) -> str:
-        member, engine = self.member, self.strategy.engine
-        own: dict[str, Any] = {}
-        reshard(self.strategy.module)
-        for name, value in state_tensors(self.strategy.module.state_dict()):
-            part, first = local_shard(value), 0
-            if isinstance(value, DTensor) and value.numel():
-                rows = min(-(-len(value) // self.size) * self.shard, len(value))
-                first = rows * (value.numel() // len(value))
-            sharded = isinstance(value, DTensor)
-            own[name] = [str(value.dtype), [*value.shape], str(weighted(part, first)), sharded]
-        word = codec.encode([member.fabric.own_shard, own])
-        shards = dict(map(codec.decode, unpack_parts(engine.run(Agreement("digest", lambda rank: word)))))
-        found = {}
-        for name, (dtype, shape, number, sharded) in shards[0].items():
-            numbers = [int(each[name][2]) for each in shards.values()] if sharded else [int(number)]
-            found[name] = dtype, list(shape), sum(numbers) % (1 << 64)
-        return digest_from(found)
+        return self.holder.digest(self.strategy.engine, self.strategy.module)
 
     def close(self) -> None:
         """Keep the shard for the script's next run."""

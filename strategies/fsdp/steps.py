@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -17,8 +16,8 @@ from typing_extensions import override
 from unicron_lightning.data.loader import BatchRows, GlobalBatch
 from unicron_lightning.data.order import check_loader
 from unicron_lightning.data.seeding import place_seed, seed_all
-from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.gradients import clip_shards
+from unicron_lightning.fsdp.mesh import check_norms
 from unicron_lightning.fsdp.rows import StepRows
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
 from unicron_lightning.strategies.metrics.sums import StepMetrics
@@ -60,11 +59,8 @@ class ShardedSteps:
         self.balance = balance
         module = self._parallel.strategy.module
         self._effects = Effects(module, StepMetrics(module))
-        if self._parallel.strategy.reproducible and any(isinstance(each, _NormBase) for each in module.modules()):
-            raise ConfigError(
-                "reproducible=True with batch norm: unicron_fsdp adds its statistics in the order of replicas; "
-                "expected another norm"
-            )
+        if self._parallel.strategy.reproducible:
+            check_norms(module)
 
     def check_data(self, loader: DataLoader[Any]) -> None:
         """Refuse nothing more than `data.order.check_loader`."""

@@ -29,7 +29,7 @@ from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.mirror import Stored
 from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.strategies.state.checkpointing import left_out, save_folder
-from unicron_lightning.strategies.state.memory import ReplicaDivision
+from unicron_lightning.strategies.state.memory import SpreadDivision
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
@@ -166,7 +166,7 @@ class GridCheckpoints(CheckpointStore):
         self._grid.strategy.engine.run(LoadShard("load_checkpoint", member, read, step))
 
 
-class GridDivision(ReplicaDivision):
+class GridDivision(SpreadDivision):
     """Divides the state of a Megatron model.
 
     Args:

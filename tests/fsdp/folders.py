@@ -127,7 +127,7 @@ class Saving(SaveFolder):
 def alone(path: Path, net: nn.Module | None = None) -> None:
     """Write a folder as the only shard."""
     net = net or sharded(mesh_of(0, 1))
-    saving = Saving(path, 0, folder.held_part(net, whole_run(net), 0, REST))
+    saving = Saving(path, 0, folder.held_part(net, [whole_run(net)], 0, REST))
     assert saving.done == [saving.run(0)]
 
 
@@ -163,7 +163,7 @@ def exchange(rank: int, world: int, root: Path) -> Any:
         held, path = None, root / f"by{size}"
         if rank < size:
             net = sharded(meshes[size])
-            held = folder.held_part(net, whole_run(net), rank, REST)
+            held = folder.held_part(net, [whole_run(net)], rank, REST)
         digest = Saving(path, rank if rank < size else None, held).run(rank)
         assert digest == digest_of(str(path))
         assert len(list(path.glob("__*.distcp"))) == size

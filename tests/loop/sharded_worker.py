@@ -1,11 +1,13 @@
 """A worker whose loop trains sharded models, or a process that trains them whole: ``FOLDER NAME``; see `loop.worker`.
 
-``options.json`` in the folder has the number of workers of a replica, if it is another one, and a checkpoint to load.
+``options.json`` in the folder has the number of workers of a replica, if it is another one, a checkpoint to load, the
+run's further options, and whether the net has no batch norm.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import unicron_lightning as unicron
+from unicron_lightning.checkpoints.files import MODEL
+from unicron_lightning.checkpoints.index import read_checkpoint
 from unicron_lightning.errors import ConfigError
 
 SHARDS: Final = 2
@@ -23,11 +27,15 @@ WORKERS: Final = 4
 
 
 class Net(nn.Module):
-    """A net with dropout and batch norm, some of whose layers cannot be divided evenly."""
+    """A net with dropout and a norm, some of whose layers cannot be divided evenly.
 
-    def __init__(self) -> None:
+    Args:
+        norm: of the batch, or the layer.
+    """
+
+    def __init__(self, norm: type[nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 7, bias=False), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.Linear(7, 4))
+        self.layers = nn.Sequential(nn.Linear(4, 7, bias=False), norm(7), nn.Dropout(0.2), nn.Linear(7, 4))
         self.back = nn.Linear(7, 1)
 
     def forward(self, batch: Any) -> Any:
@@ -53,10 +61,11 @@ class Models:
     Args:
         run: to which they belong.
         shards: whether those that are trained are sharded.
+        norm: of the net.
     """
 
-    def __init__(self, run: unicron.Run, *, shards: bool) -> None:
-        self.net, self.critic, self.teacher = Net(), nn.Linear(4, 1), nn.Linear(4, 1)
+    def __init__(self, run: unicron.Run, *, shards: bool, norm: type[nn.Module]) -> None:
+        self.net, self.critic, self.teacher = Net(norm), nn.Linear(4, 1), nn.Linear(4, 1)
         self.teacher.requires_grad_(False)
         for module in (self.net.layers[3], self.net, self.critic) if shards else ():
             fully_shard(module, mesh=run.mesh)
@@ -76,6 +85,24 @@ class Models:
     def evaluate(self, run: unicron.Run) -> float:
         """Return the mean of the net's loss."""
         return float(run.evaluate(Numbers(), lambda batch: self.net(batch)[0], batch_size=5))
+
+
+def whole(path: str) -> dict[str, Any]:
+    """Return the whole tensors of the models in a checkpoint."""
+    if Path(path).is_dir():
+        found: dict[str, Any] = read_checkpoint(path)[MODEL]
+        return found
+    saved = torch.load(path, weights_only=True)
+    return {f"{model}.{key}": each for model in ("net", "critic", "teacher") for key, each in saved[model].items()}
+
+
+def save(run: unicron.Run, step: int, folder: Path, *, beside: bool) -> None:
+    """Save at the step where it is due; at several ones beside the training, whose first writer has to start."""
+    first = folder / "checkpoints" / f"step={SAVED}.ckpt"
+    while beside and step == SAVED + 2 and not (first.exists() or any(folder.glob("died-*"))):
+        time.sleep(0.005)
+    if step in (range(SAVED, SAVED + 8) if beside else (SAVED,)):
+        run.save()
 
 
 def plain(values: dict[str, Any]) -> dict[str, float]:
@@ -99,9 +126,11 @@ def main(folder: Path, name: str) -> None:
         checkpoints=out / "checkpoints",
         digest_every=2,
         shard_size=shards,
+        **options.get("run", {}),
     )
     deaths = Deaths(folder, run, options.get("workers", WORKERS))
-    models = Models(run, shards=shards is not None)
+    norm = nn.BatchNorm1d if options.get("batch_norm", True) else nn.LayerNorm
+    models = Models(run, shards=shards is not None, norm=norm)
     optimizer = torch.optim.AdamW(models.net.parameters(), lr=0.01, eps=1e-3)
     judge = torch.optim.SGD(models.critic.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
@@ -122,14 +151,11 @@ def main(folder: Path, name: str) -> None:
         judge.step()
         result["losses"][step.number] = plain({**found, "judged": judged, "norm": norm})
         step.log(**found)
-        if step.number == SAVED:
-            run.save()
+        save(run, step.number, folder, beside=options.get("run", {}).get("beside", False))
         if step.ends_epoch:
             result["evaluated"][step.number] = models.evaluate(run)
     result["predicted"] = run.predict(Numbers(), lambda batch: float(models.net(batch)[0]), batch_size=5)
     result["evaluated"][0] = models.evaluate(run)
-    saved = torch.load(run.save(out / "last.ckpt"), weights_only=True)
-    parts = [(model, saved[model]) for model in ("net", "critic", "teacher")]
-    result["state"] = {f"{model}.{key}": value for model, part in parts for key, value in part.items()}
+    result["state"] = whole(run.save(out / "last.ckpt"))
     result |= {"step": run.global_step, "rate": schedule.get_last_lr(), "random": torch.rand(1)}
     write(result, folder, out)

@@ -10,10 +10,11 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 from joins.running import Site, World, site
 from loop.running import RECOVERING, TOLERANCE, check, single
 from loop.running import run as run_workers
-from loop.sharded_worker import WORKERS
+from loop.sharded_worker import SHARDS, WORKERS
 from loop.worker import EPOCHS, SAVED
 
 from unicron_lightning.errors import UnicronError
@@ -90,12 +91,59 @@ def test_a_worker_dies_in_a_prediction(rank: int, world: Site, alone: dict[str, 
         check(each, alone)
 
 
-def test_all_die_and_the_task_resumes_from_its_checkpoint(world: Site, alone: dict[str, Any]) -> None:
-    found = run(world, "all", [(-1, SAVED + 2, "call")])
+KINDS: dict[str, dict[str, Any]] = {
+    "file": {},
+    "folder": {"beside": True, "keep": 2},
+    "memory": {"memory_every_n_steps": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_die_and_the_task_resumes(kind: str, world: Site, alone: dict[str, Any]) -> None:
+    found = run(world, f"all-{kind}", [(-1, SAVED + 2, "call")], run=KINDS[kind])
     assert len(found) == WORKERS
     for each in found:
         check(each, alone)
-        assert SAVED < min(each["losses"]) <= SAVED + 3
+    first = min(min(each["losses"]) for each in found)  # some join the new life later
+    assert first == SAVED + 2 if kind == "memory" else SAVED < first <= SAVED + 3
+    said = "".join(path.read_text() for path in (world.folder / f"all-{kind}" / "agents").glob("*.log"))
+    assert ("task_resumes_from_memory" in said) == (kind == "memory")
+    kept = sorted(path.name for path in (world.folder / f"all-{kind}" / "checkpoints").glob("*.ckpt"))
+    assert kept == (["step=11.ckpt", "step=12.ckpt"] if kind == "folder" else ["step=5.ckpt"])
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_random_deaths_with_states_kept_beside_the_training(kind: str, world: Site, alone: dict[str, Any]) -> None:
+    for each in run(world, f"random-{kind}", drawn(20), run=KINDS[kind]):
+        check(each, alone)
+
+
+def test_a_folder_of_shards_continues_in_another_number_of_them(world: Site, alone: dict[str, Any]) -> None:
+    run(world, "folders", [], run={"beside": True})
+    path = world.folder / "folders" / "checkpoints" / f"step={SAVED}.ckpt"
+    assert path.is_dir()
+    found = run(world, "folders-3", [], workers=3, shards=3, load=str(path))
+    for each in found:
+        check(each, alone)
+        assert min(each["losses"]) == SAVED + 1
+
+
+def test_a_reproducible_run_has_the_same_bits_with_any_replicas(world: Site) -> None:
+    """Each replica has the same number of shards."""
+    exact = {"run": {"reproducible": True}, "batch_norm": False}
+    expected, *_ = run(world, "exact-one", [], workers=SHARDS, **exact)
+    for number, history in enumerate((drawn(31), drawn(32), [(-1, SAVED + 1, "call"), (1, 2, "reduce")])):
+        for each in run(world, f"exact-{number}", history, **exact):
+            assert each["state"].keys() == expected["state"].keys()
+            changed = [key for key, value in each["state"].items() if not torch.equal(value, expected["state"][key])]
+            assert changed == []
+            for part in ("losses", "evaluated"):
+                assert each[part] == {step: expected[part][step] for step in each[part]}
+    logs = [
+        "".join(p.read_text() for p in (world.folder / f"exact-{name}").glob("agents/*.log")) for name in ("one", 0)
+    ]
+    digests = {line for log in logs for line in log.splitlines() if "reproducible: digest " in line}
+    assert len({line.partition("reproducible: ")[2] for line in digests}) == 1
 
 
 def test_a_checkpoint_continues_in_another_number_of_shards_and_replicas(world: Site, alone: dict[str, Any]) -> None:

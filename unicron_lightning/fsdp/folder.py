@@ -98,9 +98,11 @@ def _whole(parts: Sequence[Any]) -> Any:
 # ---- folders
 
 
-def held_part(module: nn.Module, optimizer: Optimizer | None, shard: int, rest: Mapping[str, Any]) -> HeldCheckpoint:
+def held_part(
+    module: nn.Module, optimizers: Sequence[Optimizer], shard: int, rest: Mapping[str, Any]
+) -> HeldCheckpoint:
     """Return this worker's shards, and on the first worker everything that is not divided."""
-    held = HeldCheckpoint.whole(_named(module, optimizer), rest)
+    held = HeldCheckpoint.whole(_named(module, optimizers), rest)
     own = []
     for each in held.tensors[""]:
         piece = _own_piece(each)
@@ -155,11 +157,11 @@ def load_optimizer_part(own: Mapping[str, Any], module: nn.Module, optimizer: Op
     load_optimizer(optimizer, by_number(own, expected), whole=False)
 
 
-def _named(module: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """The state of a module and its optimizer, by names, as torch's `get_optimizer_state_dict` gives it."""
+def _named(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """The state of a module and its optimizers, by names, as torch's `get_optimizer_state_dict` gives it."""
     state: dict[str, Any] = {MODEL: {name: each.detach() for name, each in module.state_dict(keep_vars=True).items()}}
-    if optimizer is not None:
-        state[OPTIMIZER] = by_name(optimizer.state_dict(), _group_names(module, optimizer))
+    for number, each in enumerate(optimizers):
+        state[f"{files.OPTIMIZER}{number}"] = by_name(each.state_dict(), _group_names(module, each))
     return state
 
 

@@ -162,15 +162,24 @@ class ExactShardedGradients(ShardedGradients):
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         super().__init__(parameters, device)
-        parts = [local_shard(each) for each in parameters]
-        integers = [torch.zeros(1, dtype=torch.int64, device=each.device).expand(each.numel()) for each in parts]
-        self._sums = [ExactSum(each) for each in integers]
+        self._sums_of: dict[int, ExactSum] = {}
+        """By the identities of parameters, of which a step may train some only."""
+        self._sums: list[ExactSum] = []
 
     @override
     def begin(self) -> None:
         super().begin()
+        self._sums = [self._sum_of(each) for each in self.parameters]
         for each in self._sums:
             each.begin(None, _BITS)
+
+    def _sum_of(self, parameter: nn.Parameter) -> ExactSum:
+        """Return the sum of a parameter's gradients."""
+        if id(parameter) not in self._sums_of:
+            part = local_shard(parameter)
+            integers = torch.zeros(1, dtype=torch.int64, device=part.device).expand(part.numel())
+            self._sums_of[id(parameter)] = ExactSum(integers)
+        return self._sums_of[id(parameter)]
 
     @override
     def take(self) -> None:

@@ -6,17 +6,23 @@ import atexit
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
+from torch.distributed.tensor import DTensor
+
 from unicron_lightning import wire
 from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.data.passes import RowPart
 from unicron_lightning.fsdp.grid import ShardedShape
-from unicron_lightning.fsdp.mesh import ShardGroup
+from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, reshard
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.fsdp.rows import number_of_rows, own_of_rows
 from unicron_lightning.replica.fabric import EpochPlace, ReplicaFabric, run_released
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.worker import codec
+from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.engine import Engine, World
+from unicron_lightning.worker.operations import Agreement
+from unicron_lightning.worker.reproducible import digest_from, state_tensors, weighted
 from unicron_lightning.worker.rows import Balance
 from unicron_lightning.worker.session import Session
 
@@ -129,6 +135,26 @@ class ShardHolder:
             return self.place.layout.replicas[0].members[0]
 
         return WriteFile(lambda shards: write([codec.decode(shard) for shard in shards]), collect, first)
+
+    def digest(self, engine: Engine, module: nn.Module) -> str:
+        """Return the digest of a model's state, for all workers together."""
+        size, shard = self.fabric.shape.shards, self.fabric.own_shard
+        own: dict[str, Any] = {}
+        reshard(module)
+        for name, value in state_tensors(module.state_dict()):
+            part, first = local_shard(value), 0
+            if isinstance(value, DTensor) and value.numel():
+                rows = min(-(-len(value) // size) * shard, len(value))
+                first = rows * (value.numel() // len(value))
+            sharded = isinstance(value, DTensor)
+            own[name] = [str(value.dtype), [*value.shape], str(weighted(part, first)), sharded]
+        word = codec.encode([shard, own])
+        shards = dict(map(codec.decode, unpack_parts(engine.run(Agreement("digest", lambda rank: word)))))
+        found = {}
+        for name, (dtype, shape, number, sharded) in shards[0].items():
+            numbers = [int(each[name][2]) for each in shards.values()] if sharded else [int(number)]
+            found[name] = dtype, list(shape), sum(numbers) % (1 << 64)
+        return digest_from(found)
 
     def _leave(self) -> None:
         """Keep a spare's model, which takes part in nothing."""

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -135,6 +136,19 @@ class ReplicaMesh:
         if name not in (SHARDS, SLICES):
             raise KeyError(f"device_mesh[{name!r}]: expected {SHARDS!r} or {SLICES!r}")
         return self.shards if name == SHARDS else self._slices
+
+
+def check_norms(module: nn.Module) -> None:
+    """Refuse layers whose sums a reproducible run does not make exact.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if any(isinstance(each, _NormBase) for each in module.modules()):
+        raise ConfigError(
+            "reproducible=True with batch norm: the statistics of sharded models are added in the order of replicas; "
+            "expected another norm"
+        )
 
 
 def check_sharded_optimizer(optimizer: Optimizer) -> None:

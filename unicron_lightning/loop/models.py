@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from unicron_lightning.checkpoints.agent_memory import StateDivision
+from unicron_lightning.checkpoints.files import MODEL, OPTIMIZER, by_name, group_names
+from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.data.passes import PassBatches
 from unicron_lightning.errors import ConfigError
@@ -14,6 +17,7 @@ from unicron_lightning.loop.loop_steps import LoopSteps
 from unicron_lightning.loop.registered import RegisteredObjects
 from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.model_state import share_initial
+from unicron_lightning.worker.reproducible import digest_of
 from unicron_lightning.worker.rows import shares_of
 from unicron_lightning.worker.session import Session
 
@@ -85,6 +89,36 @@ class WholeModels:
     def evaluation(self, batches: PassBatches, function: Callable[[Any], Any], place: tuple[int, int, int]) -> LoopPass:
         """Return a pass over data; the arguments are those of `LoopPass`."""
         return LoopPass(self._run.engine, self.registered.module, batches, function, place)
+
+    def division(self) -> StateDivision:
+        """Return how a state is divided in the agents' memory."""
+        return StateDivision(self._run)
+
+    def restored(self, state: dict[str, Any], common: bytes) -> Mapping[str, Any]:
+        """Return the state of the run, given one of `division` and the part of it that all workers need."""
+        return state
+
+    def held_parts(self) -> Sequence[str]:
+        """See `CheckpointsBeside.held_parts`."""
+        return ()
+
+    def held(self, state: Mapping[str, Any], rest: Mapping[str, Any]) -> HeldCheckpoint:
+        """Return a checkpoint in the format of the strategies' folders, as this worker holds it.
+
+        Args:
+            state: of the run.
+            rest: what is neither model nor optimizer.
+        """
+        registered, model = self.registered, state["models"]
+        names = {id(each): name for name, each in registered.module.named_parameters()}
+        held: dict[str, Any] = {MODEL: {f"{name}.{key}": each for name in model for key, each in model[name].items()}}
+        for number, (name, optimizer) in enumerate(registered.optimizers.items()):
+            held[f"{OPTIMIZER}{number}"] = by_name(state["optimizers"][name], group_names(optimizer, names))
+        return HeldCheckpoint.whole(held, rest)
+
+    def digest(self) -> str:
+        """Return the digest of the models' states."""
+        return digest_of(self.registered.models())
 
     def at_boundary(self) -> None:
         """Act between two steps, after a possible change of worlds."""

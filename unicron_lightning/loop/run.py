@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 import torch
 
-from unicron_lightning.checkpoints.agent_memory import StateDivision, StateMemory
+from unicron_lightning.checkpoints.agent_memory import StateMemory
 from unicron_lightning.checkpoints.beside import OTHERS_SECONDS
 from unicron_lightning.checkpoints.files import located
 from unicron_lightning.checkpoints.reported import ReportedCheckpoints, newest
@@ -30,6 +30,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.loop.feeding import batches_of, is_stream, loader_of, steps_of
 from unicron_lightning.loop.loop_steps import LoopStep
 from unicron_lightning.loop.models import WholeModels
+from unicron_lightning.loop.registered import RegisteredObjects
 from unicron_lightning.loop.saving import LoopCheckpoints
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
@@ -41,7 +42,6 @@ from unicron_lightning.worker.reporting import report_error
 from unicron_lightning.worker.reproducible import (
     announced,
     conditions,
-    digest_of,
     restore_kernels,
     use_deterministic_kernels,
 )
@@ -135,8 +135,6 @@ class Run:
         self._streams = streams
         if shard_size is not None and is_stream(self._loader.dataset):
             raise ConfigError(f"iterable data with shard_size={shard_size}: expected a data set with an index")
-        if shard_size is not None:
-            _refuse(shard_size, reproducible=reproducible, beside=beside, memory_every_n_steps=memory_every_n_steps)
         if bucket_mib <= 0:
             raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
         if "://" in str(checkpoints):
@@ -155,13 +153,13 @@ class Run:
         self.reported = ReportedCheckpoints()
         folder = Path(checkpoints)
         self._checkpoints = LoopCheckpoints(self, self._state, folder, keep, beside=beside, partners=partners)
-        self.division = StateDivision(self)
         self._memory, self._remembers = StateMemory(self), (memory_every_n_steps, partners)
         self._step_in_epoch = self._passes = self._passes_between = 0
-        self.models = WholeModels(self) if shard_size is None else _sharded(self, shard_size)
+        self.models = WholeModels(self) if shard_size is None else _sharded(self, shard_size, exact=reproducible)
+        self.division = self.models.division()
         self._session, self._is_new = self.models.open(self._shape.micro_batches)
         self.models.begin(self._session)
-        self.registered = self.models.registered
+        self.registered: RegisteredObjects = self.models.registered
         self._comparison = Comparison(self, active=compare)
         self._steps = self.models.steps(int(bucket_mib * _MIB), overlap=overlap, reproducible=reproducible)
         self._data: Steps | None = None
@@ -419,7 +417,8 @@ class Run:
 
     def _print_digest(self) -> None:
         if self._reproducible:
-            found = digest_of(self.registered.models())
+            with self.failing():
+                found = self.models.digest()
             self._print(f"reproducible: digest {found} of the parameters, step {self.global_step}")
 
     def _print(self, line: str) -> None:
@@ -583,9 +582,9 @@ class Run:
         self._steps.load_layouts(state["layouts"])
         restore_random_states(state["random"])
 
-    def _remember(self, state: Mapping[str, Any], _: bytes) -> bool:
+    def _remember(self, state: dict[str, Any], common: bytes) -> bool:
         """Take a state that was in the agents' memory."""
-        self._take(state)
+        self._take(self.models.restored(state, common))
         return True
 
     def _write(self, path: str) -> None:
@@ -617,11 +616,11 @@ class Run:
             raise
 
 
-def _sharded(run: Run, size: int) -> WholeModels:
+def _sharded(run: Run, size: int, *, exact: bool) -> WholeModels:
     """Return the models in shards; a run without them imports nothing of FSDP2."""
     from unicron_lightning.loop.sharded import ShardedModels
 
-    return ShardedModels(run, size)
+    return ShardedModels(run, size, exact=exact)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -656,13 +655,6 @@ def _shape(global_batch_size: int | Mapping[int, int], micro_batch_size: int | N
     rounds = tuple(sorted((epoch, size // round_size) for epoch, size in sizes.items()))
     most = max(number for _, number in rounds)
     return StepShape(devices=streams, accumulation=most, schedule=rounds if len(rounds) > 1 else ())
-
-
-def _refuse(shard_size: int, **options: Any) -> None:
-    """Refuse options that runs of sharded models do not have."""
-    for name, value in options.items():
-        if value:
-            raise ConfigError(f"{name}={value} with shard_size={shard_size}: expected one of them")
 
 
 def _check_numbers(least: int, **values: Any) -> None:

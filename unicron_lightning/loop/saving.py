@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from unicron_lightning.checkpoints.beside import CheckpointsBeside, TakenCheckpoint
-from unicron_lightning.checkpoints.files import MODEL, OPTIMIZER, by_name, group_names, is_folder, leave_record, located
+from unicron_lightning.checkpoints.files import MODEL, is_folder, leave_record, located
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.checkpoints.reported import write_file
 from unicron_lightning.errors import ConfigError
@@ -124,6 +124,10 @@ class LoopCheckpoints(CheckpointsBeside):
         return {**state, "models": models, "optimizers": optimizers}
 
     @override
+    def held_parts(self) -> Sequence[str]:
+        return self._run_of.models.held_parts()
+
+    @override
     def remove_now(self, path: str) -> None:
         if Path(path).is_dir():
             shutil.rmtree(path)
@@ -132,12 +136,6 @@ class LoopCheckpoints(CheckpointsBeside):
 
     def _held(self) -> HeldCheckpoint:
         """Return the state in the format of the strategies' folders: the rest has names of models and optimizers."""
-        state, registered = self._state(), self._run_of.registered
-        names = {id(each): name for name, each in registered.module.named_parameters()}
-        held: dict[str, Any] = {
-            MODEL: {f"{name}.{key}": each for name, model in state["models"].items() for key, each in model.items()}
-        }
-        for number, (name, optimizer) in enumerate(registered.optimizers.items()):
-            held[f"{OPTIMIZER}{number}"] = by_name(state["optimizers"][name], group_names(optimizer, names))
+        state = self._state()
         rest = {**state, "models": [*state["models"]], "optimizers": [*state["optimizers"]]}
-        return HeldCheckpoint.whole(held, {RESERVED: codec.encode(rest)})
+        return self._run_of.models.held(state, {RESERVED: codec.encode(rest)})

@@ -21,23 +21,32 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from unicron_lightning import environ
+from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.passes import IndexedBatches, PassBatches
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.accelerator import accelerator_for
-from unicron_lightning.fsdp.folder import load_optimizer, load_parameters, whole_optimizer, whole_parameters
+from unicron_lightning.fsdp.folder import (
+    held_part,
+    load_optimizer,
+    load_parameters,
+    whole_optimizer,
+    whole_parameters,
+)
 from unicron_lightning.fsdp.gradients import clip_shards
 from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.holder import ShardHolder
-from unicron_lightning.fsdp.mesh import check_sharded_optimizer, reshard, shard_mesh, sum_gradients
+from unicron_lightning.fsdp.mesh import check_norms, check_sharded_optimizer, reshard, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard, optimizer_shard
 from unicron_lightning.fsdp.rows import StepRows, number_of_rows
 from unicron_lightning.loop.evaluation import LoopPass, encode_values
 from unicron_lightning.loop.loop_steps import BACKWARD, FunctionCalls, LoopSteps
 from unicron_lightning.loop.models import WholeModels
 from unicron_lightning.loop.registered import RegisteredObjects
+from unicron_lightning.replica.division import ReplicaDivision
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
+from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import NO_DIGEST
 from unicron_lightning.worker.communication.nccl import check_device
 from unicron_lightning.worker.engine import World
@@ -62,6 +71,7 @@ class ShardedModels(WholeModels):
     Args:
         run: whose models they are.
         size: workers of a replica; 1 in a process without an agent.
+        exact: whether sums are those of a reproducible run.
 
     Attributes:
         holder: this worker's part in the world of replicas.
@@ -75,9 +85,11 @@ class ShardedModels(WholeModels):
     registered: ShardedObjects
     holder: ShardHolder
 
-    def __init__(self, run: Run, size: int) -> None:
+    def __init__(self, run: Run, size: int, *, exact: bool = False) -> None:
         super().__init__(run)
         check_device(run.device)
+        self._exact = exact
+        self._division = ReplicaDivision(run, lambda: self.holder.member, lambda: self.registered.module)
         self._size = size if environ.under_agent() else 1
         self._micro_batches = 0
         self.refusal = ""
@@ -101,7 +113,7 @@ class ShardedModels(WholeModels):
         self._group = self.holder.make_group(session, int(os.environ.get("LOCAL_RANK", "0")))
         self._group.refusal = _APART
         self._mesh = shard_mesh(self._group, self._run.device)
-        self.registered = ShardedObjects(self._mesh)
+        self.registered = ShardedObjects(self._mesh, exact=self._exact)
 
     @property
     @override
@@ -133,7 +145,7 @@ class ShardedModels(WholeModels):
         for name, optimizer in self.registered.optimizers.items():
             optimizer.register_step_post_hook(partial(self._stepped, name))
         accelerator = accelerator_for(device, lambda: self._run.engine.check())
-        model = LoopShard(self.registered, self._group, device=device, accelerator=accelerator)
+        model = LoopShard(self.registered, self._group, device=device, accelerator=accelerator, exact=self._exact)
         self.holder.hold(model, self._micro_batches)
 
     @override
@@ -186,6 +198,30 @@ class ShardedModels(WholeModels):
         return self.holder.writing(self._run.engine, whole)
 
     @override
+    def division(self) -> ReplicaDivision:
+        return self._division
+
+    @override
+    def restored(self, state: dict[str, Any], common: bytes) -> Mapping[str, Any]:
+        found: dict[str, Any] = codec.decode(common)
+        self._division.load(state, found["position"][0])
+        return found
+
+    @override
+    def held_parts(self) -> Sequence[str]:
+        return () if self.holder.place.replica is None else (str(self.holder.fabric.own_shard),)
+
+    @override
+    def held(self, state: Mapping[str, Any], rest: Mapping[str, Any]) -> HeldCheckpoint:
+        registered = self.registered
+        reshard(registered.module)
+        return held_part(registered.module, [*registered.optimizers.values()], self.holder.fabric.own_shard, rest)
+
+    @override
+    def digest(self) -> str:
+        return self.holder.digest(self._run.engine, self.registered.module)
+
+    @override
     def finish(self) -> None:
         self.holder.member.finish(self._run.engine)
 
@@ -212,11 +248,12 @@ class ShardedObjects(RegisteredObjects):
 
     Args:
         mesh: of the shards.
+        exact: whether sums are those of a reproducible run.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, *, exact: bool) -> None:
         super().__init__()
-        self._mesh = mesh
+        self._mesh, self._exact = mesh, exact
 
     def divided(self) -> list[nn.Parameter]:
         """Return the parameters that are sharded."""
@@ -229,6 +266,8 @@ class ShardedObjects(RegisteredObjects):
     @override
     def check(self) -> None:
         super().check()
+        if self._exact:
+            check_norms(self.module)
         if self.scaler is not None:
             raise ConfigError(
                 "a GradScaler in a run with shard_size: expected bfloat16, by fully_shard(mp_policy="
