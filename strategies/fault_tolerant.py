@@ -57,6 +57,7 @@ from unicron_lightning.worker.reporting import StepReports
 from unicron_lightning.worker.reproducible import announced, restore_kernels, use_deterministic_kernels
 from unicron_lightning.worker.session import Session
 from unicron_lightning.worker.sums import LogCall, SumsLayout
+from unicron_lightning.worker.witness import Witness
 
 
 class FaultTolerantStrategy(CollectingStrategy):
@@ -69,11 +70,13 @@ class FaultTolerantStrategy(CollectingStrategy):
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes.
         compare: workers are compared when the task begins and at each join; see `state.comparison`.
         reproducible: sums do not depend on the workers; see `worker.reproducible`.
+        witness_every: steps between two in which other ranks repeat micro-batches; see `worker.witness`.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
 
     Attributes:
         strategy_name: of ``Trainer(strategy=...)``.
         reproducible: as above.
+        witness: compares the workers' gradients.
         num_nodes: of the declared world; set by Lightning from ``Trainer(num_nodes=...)``.
         parallelism: how the workers hold the model and run its steps.
         agreed: what the members know of each step's sums.
@@ -90,12 +93,19 @@ class FaultTolerantStrategy(CollectingStrategy):
     parallelism: Parallelism
 
     def __init__(
-        self, *, num_micro_batches: int | None, compare: bool, reproducible: bool = False, **lightning: Any
+        self,
+        *,
+        num_micro_batches: int | None,
+        compare: bool,
+        reproducible: bool = False,
+        witness_every: int | None = None,
+        **lightning: Any,
     ) -> None:
         super().__init__(**lightning)
         self.reproducible = reproducible
+        self.witness = Witness(witness_every, compare=compare)
         self._kernels: tuple[bool, ...] | None = None
-        """Settings of kernels before a reproducible run."""
+        """Settings of kernels before a run that is reproducible, or has witnesses."""
         self.num_nodes = 1
         self.seed = 0
         self.agreed = SumsLayout()
@@ -269,8 +279,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         trainer.fit_loop.epoch_loop._results = RecordingResults(True, self.reduce, dtype=dtype)
         parallelism.evaluation.begin_run(trainer)
         super().setup(trainer)
-        if self.reproducible:
-            self._begin_reproducible(announces=fitting)
+        if self.reproducible or self.witness.every:
+            self._begin_repeatable(announces=fitting)
         if fitting:
             parallelism.built()
             session.fits += 1
@@ -302,11 +312,15 @@ class FaultTolerantStrategy(CollectingStrategy):
         elif self.engine.world.size > 1 and self.collectives.starting:
             join_state.share_versions(trainer, self.engine)
 
-    def _begin_reproducible(self, *, announces: bool) -> None:
+    def _begin_repeatable(self, *, announces: bool) -> None:
         if self._kernels is None:
             self._kernels = use_deterministic_kernels()
-        if announces and self.is_global_zero and not self.session.is_joiner:
+        if not (announces and self.is_global_zero) or self.session.is_joiner:
+            return
+        if self.reproducible:
             say(self.trainer, announced(self.root_device, self.parallelism.size))
+        if self.witness.every:
+            say(self.trainer, self.witness.announced(self.engine.world.size))
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

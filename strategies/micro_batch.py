@@ -68,14 +68,34 @@ class MicroBatches:
 
     def run(self, micro_batch: int, *, counts: bool = True) -> None:
         """Run forward and backward; gradients accumulate. If it does not count, they are zero."""
+        found = self._pass(micro_batch, counts=counts)
+        if found is None:
+            self._skip(micro_batch, counts=counts)
+            return
+        loss, calls, output = found
+        if counts:
+            self._take(loss, calls, micro_batch)
+        self._effects.finish_micro_batch(micro_batch if counts else UNCOUNTED)
+        if counts:
+            self._batch.finished(micro_batch)
+        self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
+
+    def repeat(self, micro_batch: int) -> None:
+        """Run forward and backward of a micro-batch that another rank has; all but the gradients is dropped."""
+        held = self._effects.hold()
+        self._pass(micro_batch, counts=True)
+        self._effects.restore()
+        self._effects.put_back(held)
+
+    def _pass(self, micro_batch: int, *, counts: bool) -> tuple[Tensor | None, Sequence[LogCall], Any] | None:
+        """Run forward and backward; return loss, logged values and output, or None for a micro-batch left out."""
         strategy, plugin, module = self._strategy, self._strategy.precision_plugin, self._module
         activity = strategy.engine.activity
         activity.enter("data", micro_batch)
         batch = self._batch.fetch(micro_batch) if counts else self._batch.stand_in(micro_batch)
         activity.enter("compute", micro_batch)
         if batch is None and self._skips:
-            self._skip(micro_batch, counts=counts)
-            return
+            return None
         place = (self._batch.epoch, self._batch.step, micro_batch)
         seed_all(
             place_seed(strategy.seed, RandomPurpose.FORWARD, *place)
@@ -94,12 +114,7 @@ class MicroBatches:
                 if self._scaler is not None:
                     scaled = self._scaler.scale(scaled)
                 plugin.backward(scaled, module, strategy.optimizers[0])
-        if counts:
-            self._take(loss, calls, micro_batch)
-        self._effects.finish_micro_batch(micro_batch if counts else UNCOUNTED)
-        if counts:
-            self._batch.finished(micro_batch)
-        self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
+        return loss, calls, output
 
     def _skip(self, micro_batch: int, *, counts: bool) -> None:
         """Leave out a micro-batch for which the loader has yielded None."""

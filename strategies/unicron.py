@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
@@ -173,6 +174,8 @@ class WholeModelSteps:
         self.balance = balance
         self._watched = is_overridden("optimizer_zero_grad", strategy.module)
         if not strategy.module.automatic_optimization:
+            if every := strategy.witness.every:
+                raise ConfigError(f"witness_every={every} with manual optimization: expected automatic optimization")
             options = (self._bucket_bytes, self.divergence, self._effects)
             self.manual = ManualSteps(strategy, *options, kind=self.kind, overlap=self._overlap)
 
@@ -181,7 +184,15 @@ class WholeModelSteps:
         return () if self._effects is None else self._effects.buffers.unsteady
 
     def check_data(self, loader: DataLoader[Any]) -> None:
-        """Refuse nothing more than `data.order.check_loader`."""
+        """Refuse streams with a witness, which would open those of other ranks.
+
+        Raises:
+            ConfigError: there are both.
+        """
+        every = self._strategy.witness.every
+        if every and isinstance(loader.dataset, IterableDataset):
+            kind = type(loader.dataset).__qualname__
+            raise ConfigError(f"witness_every={every} with iterable data ({kind}): expected a data set with an index")
 
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
         strategy, effects = self._strategy, self._effects
@@ -197,9 +208,9 @@ class WholeModelSteps:
         sums = step_sums(strategy.agreed, *parts, batch.micro_batches)
         micro_batches = MicroBatches(strategy, batch, sums.add, effects, takes_index=bool(where), skips=True)
         digest = self.divergence.digest(engine, module, strategy.optimizers, partial(further_state, strategy.trainer))
-        operation = GradientStep(
-            batch.micro_batches, gradients, sums, micro_batches.run, self.balance, digest, batch.in_full_step
-        )
+        witness = strategy.witness.of_step(engine.step, gradients, micro_batches.repeat)
+        options = (self.balance, digest, batch.in_full_step, witness)
+        operation = GradientStep(batch.micro_batches, gradients, sums, micro_batches.run, *options)
         engine.run(operation)
         self.divergence.check(operation, engine)
         loss, calls, self._used = sums.finish()
@@ -259,6 +270,9 @@ class UnicronStrategy(FaultTolerantStrategy):
             `divergence`.
         reproducible: parameters, states, logged values and checkpoints have the same bits for any failures, joins and
             stragglers, and any number of workers of one kind; see docs/protocol.md.
+        witness_every: k: in every k-th step each worker repeats a micro-batch of another one, and their gradients' bits
+            are compared before the commit; a wrong worker ends, and the step does without it. None or 0: never. See
+            docs/trust.md.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
 
     Raises:
@@ -282,11 +296,13 @@ class UnicronStrategy(FaultTolerantStrategy):
         digest_every: int = 100,
         on_divergence: OnDivergence = "heal",
         reproducible: bool = False,
+        witness_every: int | None = None,
     ) -> None:
         super().__init__(
             num_micro_batches=num_micro_batches,
             compare=compare,
             reproducible=reproducible,
+            witness_every=witness_every,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             checkpoint_io=checkpoint_io,

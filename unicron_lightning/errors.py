@@ -17,6 +17,8 @@
     ├── FitPassed (worker.session)          a worker's script and its task are in different fits
     ├── ProgramsDiffer                      the members' scripts have taken different paths
     ├── WorkersDiffer (worker.agreement)    this worker trains something else than the others
+    ├── SilentCorruption                    this worker has computed a wrong gradient
+    ├── GradientsDiffer (worker.witness)    gradients differ, and it is not known which worker's are wrong
     ├── ParametersDiffer (worker.agreement) this worker's parameters differ from those of most others
     ├── CollectiveInStep (strategies.collectives)  a collective where ranks run different numbers of batches
     ├── ShapesDiffer (strategies.collectives)  tensors to be gathered cannot be stacked
@@ -42,7 +44,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 
 class UnicronError(Exception):
@@ -84,6 +86,20 @@ class ProgramsDiffer(UnicronError):
             f"the members' scripts have taken different paths: {where}. All ranks must call the same functions of the "
             "trainer and of the strategy in the same order: look for a condition on the rank around such a call"
         )
+
+
+class SilentCorruption(UnicronError):
+    """This worker has computed another gradient than the others from the same parameters, samples and seed; it ends,
+    and the step does without it.
+
+    Args:
+        message: names the worker, and the steps since it was last found right.
+        suspect: the same as plain data, for the incident.
+    """
+
+    def __init__(self, message: str, suspect: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.suspect = dict(suspect)
 
 
 class AgentUnavailable(UnicronError):

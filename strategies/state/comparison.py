@@ -37,6 +37,7 @@ def describe_model(trainer: pl.Trainer) -> dict[str, str]:
         ),
         "hparams": plain_text(dict(module.hparams)),
         **(conditions(strategy.root_device) if getattr(strategy, "reproducible", False) else {}),
+        **(strategy.witness.conditions(strategy.root_device) if hasattr(strategy, "witness") else {}),
     }
 
 

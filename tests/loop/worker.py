@@ -2,7 +2,8 @@
 
 The name begins with one of `LOOPS`: the difference to a plain loop, such as data in streams. ``orders.json`` in the
 folder has the steps at which a test gives orders, ``history.json`` the deaths: for each the rank (-1: all), the step
-from which on it is due, and the point of the engine or of the body. A worker writes what its training has at the end.
+from which on it is due, and the point of the engine or of the body. ``witness.json`` has options of a witness, and the
+bits that flip on some nodes (`Flips`). A worker writes what its training has at the end.
 """
 
 from __future__ import annotations
@@ -149,6 +150,61 @@ class Deaths:
         return list(self._folder.glob("died-*"))
 
 
+class Flips:
+    """Flips bits on some nodes.
+
+    Args:
+        run: whose worker is on one of them, maybe.
+        net: whose calculations are wrong.
+        flips: for each of the nodes its number, the step, from 1, from which on it is wrong, the place ("gradient",
+            "activation" or "parameter"), the calls in a step that are wrong (None: all), and whether it is the same bit
+            each time.
+        mark: of the parameter's bit, which flips once.
+    """
+
+    def __init__(
+        self, run: unicron.Run, net: Net, flips: list[tuple[int, int, str, list[int] | None, bool]], mark: Path
+    ) -> None:
+        self._run, self._net, self._flips = run, net, flips
+        self._step, self._calls, self._all = 0, 0, 0
+        self._mark = mark
+        net.register_forward_pre_hook(self._called)
+        net.layers[0].weight.register_hook(lambda gradient: self._at("gradient", gradient))
+        net.layers[1].register_forward_hook(lambda module, given, found: self._at("activation", found))
+
+    def _called(self, *_: Any) -> None:
+        step = self._run.global_step + 1
+        self._step, self._calls = step, self._calls + 1 if step == self._step else 0
+        self._all += 1
+        if torch.is_grad_enabled() and not self._mark.exists() and self._is_due("parameter"):
+            self._mark.touch()
+            with torch.no_grad():
+                weight = self._net.layers[0].weight
+                weight.copy_(self._flip(weight))
+
+    def _at(self, place: str, value: torch.Tensor) -> torch.Tensor:
+        trains = place == "gradient" or torch.is_grad_enabled()
+        return self._flip(value) if trains and self._is_due(place) else value
+
+    def _is_due(self, place: str) -> bool:
+        world = self._run.engine.world
+        for node, step, where, calls, _ in self._flips:
+            there = bool(world.nodes) and world.nodes[world.rank].endswith(f"-{node}")
+            if there and where == place and self._step >= step and (calls is None or self._calls in calls):
+                return True
+        return False
+
+    def _flip(self, value: torch.Tensor) -> torch.Tensor:
+        same = all(each[4] for each in self._flips)
+        bits = torch.zeros(value.numel(), dtype=torch.int64)
+        bits[0] = 1 << (45 if same else 20 + self._all % 30)
+        return value + (_flipped(value.detach(), bits) - value.detach())
+
+
+def _flipped(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    return (value.contiguous().view(-1).view(torch.int64) ^ bits).view(torch.float64).view(value.shape)
+
+
 LOOPS: Final = {
     "plain": 4,
     "stream": 5,
@@ -246,9 +302,13 @@ def main(folder: Path, name: str) -> None:
     out = folder / "alone" if name.endswith("-alone") else folder
     out.mkdir(exist_ok=True)
     data: Any = DataLoader(Stream(), batch_size=4) if kind == "stream" else Numbers()
-    is_exact = (folder / "reproducible").exists()
-    run = unicron.Run(data, checkpoints=out / "checkpoints", reproducible=is_exact, **_options(kind))
-    deaths, training = Deaths(folder, run), Training(run, kind)
+    is_exact, witness = (folder / "reproducible").exists(), folder / "witness.json"
+    found = json.loads(witness.read_text()) if witness.exists() else {}
+    options = {**_options(kind), **found.get("options", {})}
+    run = unicron.Run(data, checkpoints=out / "checkpoints", reproducible=is_exact, **options)
+    deaths, training = Deaths(folder, run, found.get("workers", WORKERS)), Training(run, kind)
+    if "flips" in found:
+        Flips(run, training.net, found["flips"], folder / "flipped")
     for path in out.glob("checkpoints/last-pause-*.ckpt"):
         run.load(path)
     result: dict[str, Any] = {"losses": {}, "evaluated": {}}

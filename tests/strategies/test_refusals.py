@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from unicron_lightning import environ
 from unicron_lightning.errors import ConfigError
@@ -202,6 +202,36 @@ def test_bucket_size(value: float) -> None:
 def test_reproducible_workers_are_compared() -> None:
     with pytest.raises(ConfigError, match=r"reproducible=True with compare=False"):
         UnicronStrategy(reproducible=True, compare=False)
+
+
+class Manual(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Counted(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([torch.ones(2)] * 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "loader", "message"),
+    [
+        (Manual, None, r"witness_every=2 with manual optimization"),
+        (Small, lambda: DataLoader(Counted(), batch_size=1), r"witness_every=2 with iterable data \(Counted\)"),
+    ],
+)
+def test_what_has_no_witness(module: type[Small], loader: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(module(), None if loader is None else loader(), strategy=UnicronStrategy(witness_every=2))
+
+
+def test_options_of_a_witness() -> None:
+    with pytest.raises(ConfigError, match=r"witness_every=3 with compare=False"):
+        UnicronStrategy(witness_every=3, compare=False)
+    with pytest.raises(ConfigError, match=r"witness_every=-1: expected a number of steps"):
+        UnicronStrategy(witness_every=-1)
 
 
 def test_the_digest_of_a_run_is_that_of_its_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

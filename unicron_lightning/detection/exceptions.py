@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from unicron_lightning.detection.health import UNKNOWN, classify
-from unicron_lightning.errors import ConfigError, ProgramsDiffer
+from unicron_lightning.errors import ConfigError, ProgramsDiffer, SilentCorruption
 
-_OWN_KINDS: Final = ((ConfigError, "config_error"), (ProgramsDiffer, "programs_differ"))
+_OWN_KINDS: Final = (
+    (ConfigError, "config_error"),
+    (ProgramsDiffer, "programs_differ"),
+    (SilentCorruption, "silent_data_corruption"),
+)
 """Kinds of this package's own errors."""
 
 _CAUSE_CHARACTERS: Final = 500
@@ -31,6 +35,7 @@ PHASES: Final = (
     ("unicron_lightning/worker/step.py", "_commit", "commit"),
     ("unicron_lightning/worker/step.py", "_vote", "commit"),
     ("unicron_lightning/worker/step.py", "compare_states", "commit"),
+    ("unicron_lightning/worker/witness.py", "compare", "commit"),
     ("unicron_lightning/worker/engine.py", "_recover", "recovery"),
     ("strategies/passes/evaluation.py", "", "validation"),
     ("strategies/fsdp/steps.py", "evaluate", "validation"),
@@ -68,13 +73,15 @@ def describe(exception: BaseException) -> ExceptionReport:
     texts = [f"{_type_of(each)}: {_text(each)}" for each in chain]
     found = classify(texts)
     frames = traceback.extract_tb(exception.__traceback__)
-    details = {
+    details: dict[str, Any] = {
         "type": _type_of(exception),
         "message": _text(exception)[:_MESSAGE_CHARACTERS],
         "from": [text[:_MESSAGE_CHARACTERS] for text in texts[1:]],
         "frames": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-_FRAMES:]],
         "pattern": None if found is None else found.name,
     }
+    if isinstance(exception, SilentCorruption):
+        details["suspect"] = exception.suspect
     lines = [line.strip() for line in _text(exception).splitlines() if line.strip()]
     cause = f"{type(exception).__name__}: {lines[0]}" if lines else type(exception).__name__
     kind = next((kind for error, kind in _OWN_KINDS if isinstance(exception, error)), None)

@@ -183,8 +183,11 @@ class LoopSteps:
         effects.begin(batch.micro_batches[0], layout, anew=False)
         sums = step_sums(layout, effects.norms, effects.buffers, gradients, None, batch.micro_batches)
         calls = FunctionCalls(self.run_of, batch, function, sums.add, effects, gradients, call)
+        witness = self.run_of.witness.of_step(self.run_of.global_step, gradients, calls.repeat)
         digest, whole = self._digest(call), batch.in_full_step
-        return GradientStep(batch.micro_batches, gradients, sums, calls.run, digest=digest, in_full_step=whole)
+        return GradientStep(
+            batch.micro_batches, gradients, sums, calls.run, digest=digest, in_full_step=whole, witness=witness
+        )
 
     def _begin_effects(self) -> Effects:
         if self._effects is None:
@@ -286,6 +289,22 @@ class FunctionCalls:
 
     def run(self, micro_batch: int, *, counts: bool = True) -> None:
         """Run forward and backward; gradients accumulate. If it does not count, they are zero."""
+        loss, calls = self._pass(micro_batch, counts=counts)
+        if counts:
+            self._take(loss, calls, micro_batch)
+        self._effects.finish_micro_batch(micro_batch if counts else UNCOUNTED)
+        if counts and not self._call:  # it reads ahead in streams, whose ends are part of this call's commit
+            self._batch.finished(micro_batch)
+
+    def repeat(self, micro_batch: int) -> None:
+        """Run forward and backward of a micro-batch that another rank has; all but the gradients is dropped."""
+        held = self._effects.hold()
+        self._pass(micro_batch, counts=True)
+        self._effects.restore()
+        self._effects.put_back(held)
+
+    def _pass(self, micro_batch: int, *, counts: bool) -> tuple[Tensor, list[LogCall]]:
+        """Run forward and backward; return the loss and the values."""
         run, effects = self._run_of, self._effects
         activity = run.engine.activity
         activity.enter("data", micro_batch)
@@ -300,11 +319,7 @@ class FunctionCalls:
             scaled = loss / len(self._batch.micro_batches) if counts else loss * 0.0
             self._gradients.refusal = ""
             (scaled if self._scaler is None else self._scaler.scale(scaled)).backward()
-        if counts:
-            self._take(loss, calls, micro_batch)
-        effects.finish_micro_batch(micro_batch if counts else UNCOUNTED)
-        if counts and not self._call:  # it reads ahead in streams, whose ends are part of this call's commit
-            self._batch.finished(micro_batch)
+        return loss, calls
 
 
 def _place(batch: GlobalBatch, call: int, micro_batch: int) -> tuple[int, ...]:

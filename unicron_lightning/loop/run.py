@@ -45,6 +45,7 @@ from unicron_lightning.worker.reproducible import (
     restore_kernels,
     use_deterministic_kernels,
 )
+from unicron_lightning.worker.witness import Witness
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -84,7 +85,7 @@ class Run:
         on_divergence: as of `UnicronStrategy`.
         bucket_mib: size of a gradient bucket, in MiB.
         overlap: whether reductions start during the last micro-batch's backward.
-        reproducible: as of `UnicronStrategy`.
+        reproducible, witness_every: as of `UnicronStrategy`.
         shard_size: workers of a replica (S), which hold the models that the script shards on `mesh`; None: each worker
             holds all models. `bucket_mib` and `overlap` are then of no effect.
 
@@ -94,6 +95,7 @@ class Run:
         reported: checkpoints that the coordinator knows.
         division: of states in the agents' memory.
         divergence: compares the workers' states.
+        witness: compares their gradients.
         should_stop: set True on any rank, ends the loop on all after a step.
         global_step: finished optimizer steps.
         current_epoch: data epoch, from 0.
@@ -124,6 +126,7 @@ class Run:
         bucket_mib: float = 25.0,
         overlap: bool = True,
         reproducible: bool = False,
+        witness_every: int | None = None,
         shard_size: int | None = None,
     ) -> None:
         _check_number("the batch size", micro_batch_size, least=1)
@@ -135,16 +138,19 @@ class Run:
         self._streams = streams
         if shard_size is not None and is_stream(self._loader.dataset):
             raise ConfigError(f"iterable data with shard_size={shard_size}: expected a data set with an index")
+        if shard_size is not None and witness_every:
+            raise ConfigError(f"witness_every={witness_every} with shard_size={shard_size}: expected one of them")
         if bucket_mib <= 0:
             raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
         if "://" in str(checkpoints):
             raise ConfigError(f"checkpoints={str(checkpoints)!r}: expected a folder that all workers see")
         if reproducible and not compare:
             raise ConfigError("reproducible=True with compare=False: workers of different kinds would not be found")
+        self.witness = Witness(witness_every, compare=compare, streams=is_stream(self._loader.dataset))
         self.device = _device(device)
         self._reproducible = reproducible
         self._kernels: tuple[bool, ...] | None = None
-        """Settings of kernels before a reproducible loop."""
+        """Settings of kernels before a loop that is reproducible, or has witnesses."""
         self.divergence = Divergence(digest_every, on_divergence)
         self.should_stop = False
         self.global_step = self.current_epoch = 0
@@ -350,9 +356,12 @@ class Run:
         try:
             if not self._begin():
                 return
-            if self._reproducible:
+            if self._reproducible or self.witness.every:
                 self._kernels = use_deterministic_kernels()
+            if self._reproducible:
                 self._print(announced(self.device))
+            if self.witness.every:
+                self._print(self.witness.announced(self.world_size))
             self._session.runs(active=True)
             yield from self._bodies(reached)
             with self.failing():
@@ -475,7 +484,8 @@ class Run:
         return True
 
     def _described(self) -> dict[str, str]:
-        return {**self.registered.describe(), **(conditions(self.device) if self._reproducible else {})}
+        shared = conditions(self.device) if self._reproducible else {}
+        return {**self.registered.describe(), **shared, **self.witness.conditions(self.device)}
 
     def _leave_out(self) -> bool:
         self._left_out = True

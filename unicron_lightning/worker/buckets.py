@@ -143,6 +143,34 @@ class GradientBuckets(OfProcess):
     def take(self) -> None:
         """End a micro-batch: add its gradients to the sums, unless autograd does."""
 
+    def set_aside(self) -> list[Tensor | None]:
+        """Return the gradients for `put_back`, and leave none."""
+        held = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return held
+
+    def put_back(self, held: Sequence[Tensor | None], *, adds: bool) -> None:
+        """Restore what `set_aside` has returned.
+
+        Args:
+            held: these gradients.
+            adds: whether the present ones are added, with the bits that autograd would have made, or discarded.
+        """
+        for parameter, before in zip(self.parameters, held, strict=True):
+            now = parameter.grad if adds else None
+            if before is None or now is None:
+                parameter.grad = now if before is None else before
+            elif before.is_sparse:
+                parameter.grad = now + before
+            else:
+                parameter.grad = before.add_(now)
+
+    def present(self) -> dict[str, Tensor]:
+        """Return the gradients that the parameters have at present, by name."""
+        found = {name: p.grad for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None}
+        return {name: each.to_dense() if each.is_sparse else each for name, each in found.items()}
+
     def arm(self, order: Sequence[int], launch: Callable[[int], None]) -> None:
         """Until `finish`, call ``launch(k)`` for the buckets of ``order``, in that order, as backward completes them.
 

@@ -11,6 +11,8 @@ Protocol (docs/protocol.md):
 4. After a failure the survivors keep local buckets and completed reductions, and plan the rest (`plan_step`). If
    the library does not report which reductions have completed (`Communicator.tells_success`), all are repeated.
 
+Without failures, in steps with a witness, other ranks repeat micro-batches before the commit: see `witness`.
+
 A micro-batch is atomic: nothing is raised inside its backward, and failures are checked only between micro-batches.
 
 `Step` has what steps of models that several workers hold share with this: their plan from the members' reports, the
@@ -39,6 +41,7 @@ from unicron_lightning.worker.communication.communicator import (
 )
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.rows import Balance, Report, ReportSum, plan_rows, shares_of
+from unicron_lightning.worker.witness import WitnessedStep
 
 Agreed = tuple[int, bool, list[float], list[float]]
 """The result of a step, the same on all members: the epoch that all agree to leave at its end (0: none); whether any
@@ -234,6 +237,7 @@ class GradientStep(Step[Sums]):
         gradients: accumulates the gradients; `GradientBuckets.begin` was called.
         run: runs forward and backward of one micro-batch.
         in_full_step: see `rows.shares_of`.
+        witness: has other ranks repeat micro-batches; None: they do not in this step.
     """
 
     def __init__(
@@ -245,8 +249,10 @@ class GradientStep(Step[Sums]):
         balance: Balance | None = None,
         digest: StateDigest = NO_DIGEST,
         in_full_step: Sequence[int] | None = None,
+        witness: WitnessedStep | None = None,
     ) -> None:
         super().__init__(micro_batches, sums, balance, digest)
+        self._witness = witness
         self._in_full_step = in_full_step
         self._gradients = gradients
         self._run = run
@@ -265,8 +271,12 @@ class GradientStep(Step[Sums]):
 
     @override
     def _plan_rest(self, reports: ReportSum, rank: int, counts: Sequence[int] | None) -> Sequence[int]:
-        places = self._in_full_step
-        self._plan = plan_step(self.micro_batches, len(self._buckets), reports, rank, counts, places)
+        def plan_of(rank: int) -> StepPlan:
+            return plan_step(self.micro_batches, len(self._buckets), reports, rank, counts, self._in_full_step)
+
+        self._plan = plan_of(rank)
+        if self._witness is not None and not reports.finished:
+            self._witness.plan(rank, reports.world, lambda other: plan_of(other).todo)
         self._reduced &= self._plan.reduced
         return self._plan.lost
 
@@ -281,8 +291,13 @@ class GradientStep(Step[Sums]):
         last = len(self._buckets) - 1
         if last not in self._reduced:
             self._launch(last)
+        if self._witness is not None:
+            self._witness.repeat(engine)
+            engine.activity.enter("reduce")
         self._await_reductions(engine)
         engine.fault("reduced", engine.step)
+        if self._witness is not None:
+            self._witness.compare(engine)
         totals, ranks = self._totals.reduced.tolist(), range(engine.world.size)
         return self._commit(engine, totals, self._digest, [[rank] for rank in ranks])
 
@@ -298,7 +313,8 @@ class GradientStep(Step[Sums]):
         self._in_flight.clear()
 
     def report(self) -> Report:
-        reduced = self._reduced if self._used is None or self._used.tells_success else set()
+        keeps = self._witness is None  # they may have what a wrong rank has contributed
+        reduced = self._reduced if keeps and (self._used is None or self._used.tells_success) else set()
         last = len(self._buckets) - 1
         if last in reduced and self.sums is not None and self.sums.read(self._totals.reduced.tolist()):
             reduced = reduced - {last}  # a dead rank's micro-batches are needed for more than their sums
@@ -323,18 +339,21 @@ class GradientStep(Step[Sums]):
     def _compute(self, engine: Engine, plan: StepPlan) -> None:
         gradients, number = self._gradients, len(self._gradients.buckets)
         order = [index for index in range(number) if index not in self._reduced]
-        left = order
+        left, apart = order, None if self._witness is None else self._witness.own
         for place, micro_batch in enumerate(plan.todo):
             engine.check()
-            if place == len(plan.todo) - 1:
+            if place == len(plan.todo) - 1 and micro_batch != apart:
                 gradients.arm(order, self._launch_in_backward)
             engine.activity.enter("compute", micro_batch)
-            self._run(micro_batch)
+            if self._witness is not None and micro_batch == apart:
+                self._witness.observe(self._run, micro_batch)
+            else:
+                self._run(micro_batch)
             gradients.take()
             self._finished.add(micro_batch)
             engine.activity.computed()
             engine.fault("micro_batch", engine.step, place)
-        if plan.todo:
+        if plan.todo and plan.todo[-1] != apart:
             left = gradients.finish()
         if self._aborted:
             engine.check()

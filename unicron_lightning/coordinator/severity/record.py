@@ -65,6 +65,7 @@ SEVERITY: Final[Mapping[str, Severity]] = {
     "storage_error": "SEV2",
     "nan_loss": "SEV3",
     "parameters_differ": "SEV3",
+    "silent_data_corruption": "SEV1",
     "programs_differ": "SEV3",
     "node_degraded": "SEV3",
     "link_degraded": "SEV3",
