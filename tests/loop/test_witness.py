@@ -70,6 +70,8 @@ def test_a_node_whose_bits_flip_is_found(place: str, same: bool, world: Site) ->
     [suspect] = suspects
     assert suspect["node"] == f"w-plain-{place}-{same}-1" and suspect["device"] == "cpu" and suspect["host"]
     assert (suspect["step"], suspect["last_right"], suspect["steps_since_right"]) == (6, 3, 3)
+    told = f"rank {suspect['rank']} on node {suspect['node']} (host {suspect['host']}, device cpu), last found right 3 "
+    assert f"silent_data_corruption: SilentCorruption: {told}" in world.cluster.unicron("incidents", "--csv").stdout
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -282,11 +282,12 @@ class WitnessedStep:
             device = f"{placed} ({torch.cuda.get_device_name(placed)})"
         last = self._witness.right.get(worker)
         since = number if last is None else number - last
-        trusted = "it was never compared before" if last is None else f"it was last found right {since} steps before"
+        trusted = "never compared before" if last is None else f"last found right {since} steps before"
         return SilentCorruption(
-            f"rank {world.rank} on node {node} (host {host}, device {device}) has computed a wrong gradient in step "
-            f"{number}, of micro-batch {micro_batch}: {world.size - wrong} of {world.size} ranks have other bits; "
-            f"{trusted}. The step does without it, and its node gets no workers until: unicron undrain {node}",
+            # Tables of incidents cut long causes, so the suspect comes first.
+            f"rank {world.rank} on node {node} (host {host}, device {device}), {trusted}, has computed a wrong "
+            f"gradient in step {number}, of micro-batch {micro_batch}: {world.size - wrong} of {world.size} ranks have "
+            f"other bits. The step does without it, and its node gets no workers until: unicron undrain {node}",
             suspect={
                 "rank": world.rank,
                 "node": node,
