@@ -10,9 +10,9 @@ import pytest
 
 from unicron_lightning.agent.agent import ScratchFolder
 from unicron_lightning.agent.workers.slot_lock import SlotLock
-from unicron_lightning.coordinator.storage import default_state_dir, prepare_state_dir
+from unicron_lightning.coordinator.storage import prepare_state_dir
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.private_files import make_private, user_path
+from unicron_lightning.private_files import default_state_dir, make_private, user_path
 
 STRANGER = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")

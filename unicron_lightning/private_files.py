@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Final
 
+from unicron_lightning import environ
 from unicron_lightning.errors import ConfigError
 
 FILE_MODE: Final = 0o600
@@ -32,6 +33,13 @@ _ELSE: Final = "set TMPDIR to a folder of your own"
 def user_path() -> Path:
     """Return the path of this user's folder; nothing is created or checked."""
     return Path(tempfile.gettempdir()) / f"unicron-{os.getuid()}"
+
+
+def default_state_dir(host: str, port: int) -> Path:
+    """Return the folder of the state of a coordinator at this endpoint, unless the user names another one."""
+    if given := os.environ.get(environ.STATE_DIR):
+        return Path(given).expanduser().absolute()
+    return user_path() / f"{host.replace(':', '_')}-{port}"
 
 
 def make_private(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_endpoint(text: str, expected: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("text", ["host:0", "host:65536", "host:x", "::1", "[::1", "[::1]x", "host:-1"])
 def test_wrong_endpoint_is_quoted(text: str) -> None:
-    with pytest.raises(ConfigError, match="rdzv-endpoint"):
+    with pytest.raises(ConfigError, match=f"^--endpoint {re.escape(repr(text))}: expected HOST"):
         options.parse_endpoint(text)
 
 

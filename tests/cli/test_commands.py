@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import version
 
@@ -15,6 +16,7 @@ import pytest
 from coordinator.shell import Coordinator, access, connected, get, train
 
 from unicron_lightning import wire
+from unicron_lightning.cli.client import stored
 from unicron_lightning.link import open_socket
 from unicron_lightning.local_cluster.processes import free_port
 from unicron_lightning.wire.daemon import NodeHello
@@ -122,6 +124,24 @@ async def test_the_state_of_an_ended_coordinator_is_shown(coordinator, tmp_path,
     assert "succeeded" in ask("jobs").stdout, "of the coordinator that was the last one"
     status = ask("status")
     assert "t" in status.stdout and "succeeded" in status.stdout and status.returncode == 0
+
+
+async def test_endpoints_are_read_in_one_way(coordinator, tmp_path, monkeypatch, capsys):
+    """An IPv6 address and a missing port name the same state folder as they do to agents."""
+    await get(f"{coordinator.url}/v1/status")
+    coordinator.stop()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    state = coordinator.state_dir
+    (own := tmp_path / f"unicron-{os.getuid()}").mkdir(mode=0o700)
+    places = {
+        f"[::1]:{coordinator.port}": f"__1-{coordinator.port}",
+        "[::1]": "__1-29461",
+        "a.invalid": "a.invalid-29461",
+    }
+    for endpoint, name in places.items():
+        state = state.rename(own / name)
+        (event, *_) = stored(endpoint, "/v1/events")
+        assert event["name"] == "coordinator_started" and f"from {state}" in capsys.readouterr().err
 
 
 def test_the_version_is_shown():

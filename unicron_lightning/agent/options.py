@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from unicron_lightning import environ
 from unicron_lightning.credentials import is_loopback
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.private_files import user_path
+from unicron_lightning.private_files import default_state_dir
 from unicron_lightning.tls import Access, AccessOptions
 
 if TYPE_CHECKING:
@@ -173,8 +173,7 @@ class AgentOptions:
     @property
     def endpoint(self) -> str:
         """``HOST:PORT`` of the coordinator, for messages."""
-        host = f"[{self.coordinator_host}]" if ":" in self.coordinator_host else self.coordinator_host
-        return f"{host}:{self.coordinator_port}"
+        return endpoint_of(self.coordinator_host, self.coordinator_port)
 
     @property
     def url(self) -> str:
@@ -190,7 +189,7 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
     """
     conf: Mapping[str, Any] = parameters.config
     _check_keys(conf)
-    host, port = parse_endpoint(parameters.endpoint)
+    host, port = parse_endpoint(parameters.endpoint, "--rdzv-endpoint ")
     loopback = is_loopback(host)
     access = AccessOptions(
         token_file=conf.get("token_file"),
@@ -199,7 +198,7 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         tls_client=conf.get("tls_client"),
         plaintext=_flag(conf, "plaintext", default=False),
     ).access(host, "--rdzv-conf token_file=", "--rdzv-conf tls=")
-    node = str(conf.get("node") or socket.gethostname())
+    node, given = str(conf.get("node") or socket.gethostname()), conf.get("state_dir")
     return AgentOptions(
         task=parameters.run_id,
         agent=f"{node}-{uuid.uuid4().hex[:8]}",
@@ -212,7 +211,7 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         coordinator_host=host,
         coordinator_port=port,
         embedded=_flag(conf, "embedded", default=True) and _names_this_machine(host),
-        state_dir=_state_dir(conf.get("state_dir"), host, port),
+        state_dir=Path(given).expanduser().absolute() if given else default_state_dir(host, port),
         access=access,
         host=DEFAULT_HOST if loopback else _own_address(parameters.local_addr, host, port),
         allow_injection=_flag(conf, "allow_injection", default=False),
@@ -227,13 +226,22 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
     )
 
 
-def parse_endpoint(text: str) -> tuple[str, int]:
+def endpoint_of(host: str, port: int) -> str:
+    """Return ``HOST:PORT``, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_endpoint(text: str, option: str = "--endpoint ") -> tuple[str, int]:
     """Split ``HOST[:PORT]`` (IPv6 in brackets), with defaults for missing parts.
+
+    Args:
+        text: as given.
+        option: its name, for the error.
 
     Raises:
         ConfigError: the text has another form.
     """
-    wrong = ConfigError(f"--rdzv-endpoint {text!r}: expected HOST, HOST:PORT or [IPv6]:PORT with a port of 1..65535")
+    wrong = ConfigError(f"{option}{text!r}: expected HOST, HOST:PORT or [IPv6]:PORT with a port of 1..65535")
     rest = text.strip()
     if not rest:
         return DEFAULT_HOST, _DEFAULT_PORT
@@ -337,10 +345,3 @@ def _truth(name: str, text: str) -> bool:
     if text.lower() not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
         raise ConfigError(f"{name}={text}: expected true or false")
     return text.lower() in ("1", "true", "yes", "on")
-
-
-def _state_dir(given: str | None, host: str, port: int) -> Path:
-    chosen = given or os.environ.get(environ.STATE_DIR)
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    return user_path() / f"{host.replace(':', '_')}-{port}"

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from unicron_lightning import environ
+from unicron_lightning.agent.options import parse_endpoint
 from unicron_lightning.cli.output import visible
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 from unicron_lightning.handshake import Handshake
+from unicron_lightning.private_files import default_state_dir
 from unicron_lightning.proof import ANSWER_HEADER, MOST_CHALLENGE_BYTES, MOST_REQUEST_BYTES
 from unicron_lightning.tls import Access, AccessOptions, TlsExpected
 
@@ -82,11 +84,7 @@ def access_to(endpoint: str, options: AccessOptions) -> Access:
     Raises:
         ConfigError: there is no token, or a file can't be used.
     """
-    return options.access(_host_of(endpoint), "--token-file ", "--tls ")
-
-
-def _host_of(endpoint: str) -> str:
-    return endpoint.rpartition(":")[0] or endpoint
+    return options.access(parse_endpoint(endpoint)[0], "--token-file ", "--tls ")
 
 
 def quoted(name: str) -> str:
@@ -168,12 +166,11 @@ def _request(endpoint: str, method: str, target: str, access: Access, body: byte
 
 
 def _connection(endpoint: str, handshake: Handshake) -> http.client.HTTPConnection:
-    parts = urllib.parse.urlsplit(f"//{endpoint}")
-    host, context = parts.hostname or "", handshake.context
+    place, context = parse_endpoint(endpoint), handshake.context
     # No proxy: an endpoint is a host of the cluster.
     if context is None:
-        return http.client.HTTPConnection(host, parts.port, timeout=_TIMEOUT_SECONDS)
-    return http.client.HTTPSConnection(host, parts.port, timeout=_TIMEOUT_SECONDS, context=context)
+        return http.client.HTTPConnection(*place, timeout=_TIMEOUT_SECONDS)
+    return http.client.HTTPSConnection(*place, timeout=_TIMEOUT_SECONDS, context=context)
 
 
 def _meet(connection: http.client.HTTPConnection, handshake: Handshake) -> None:
@@ -225,14 +222,9 @@ def stored(endpoint: str, path: str, **query: str) -> Any:
     return None if _listens(endpoint) else _read(endpoint, path, query)
 
 
-def _place(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    return host, int(port) if port.isdecimal() else 0
-
-
 def _listens(endpoint: str) -> bool:
     try:
-        socket.create_connection(_place(endpoint), _CONNECT_SECONDS).close()
+        socket.create_connection(parse_endpoint(endpoint), _CONNECT_SECONDS).close()
     except OSError:
         return False
     return True
@@ -240,9 +232,7 @@ def _listens(endpoint: str) -> bool:
 
 def _read(endpoint: str, path: str, query: dict[str, str]) -> Any:
     """Answer from the database of this endpoint; None if there is none of this user's that can be read."""
-    from unicron_lightning.coordinator.storage import default_state_dir
-
-    file = default_state_dir(*_place(endpoint)) / _FILE
+    file = default_state_dir(*parse_endpoint(endpoint)) / _FILE
     try:
         for each in (file, file.parent):
             if each.is_symlink() or each.stat().st_uid != os.getuid():

@@ -17,6 +17,7 @@ from unicron_lightning.cli.node import Tail
 from unicron_lightning.cli.output import visible
 from unicron_lightning.credentials import token_for
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.private_files import default_state_dir
 from unicron_lightning.tls import Access
 
 if TYPE_CHECKING:
@@ -118,8 +119,6 @@ def _use_own_endpoint(cluster: LocalCluster, given: str | None) -> None:
     Raises:
         ConfigError: the given endpoint is in use, or is not on the loopback interface.
     """
-    from unicron_lightning.coordinator.storage import default_state_dir
-
     host, port = parse_endpoint(given or DEFAULT_ENDPOINT)
     if host not in (DEFAULT_HOST, "localhost"):
         raise ConfigError(f"run: endpoint {given}: expected {DEFAULT_HOST}:PORT, since all nodes are on this machine")

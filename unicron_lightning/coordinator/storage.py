@@ -31,7 +31,7 @@ from typing_extensions import override
 from unicron_lightning.coordinator import state
 from unicron_lightning.coordinator.events import Emit
 from unicron_lightning.errors import ConfigError, UnicronError
-from unicron_lightning.private_files import FILE_MODE, make_private, open_private, user_path
+from unicron_lightning.private_files import FILE_MODE, make_private, open_private
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +47,6 @@ CREATE TABLE IF NOT EXISTS unreadable (id TEXT NOT NULL, at REAL NOT NULL, reaso
 CREATE INDEX IF NOT EXISTS events_of_task ON events (task, seq);
 """
 _FILES = ("", "-wal", "-shm", "-journal")
-
-
-def default_state_dir(host: str, port: int) -> Path:
-    """Return the default folder of the state of a coordinator at this endpoint."""
-    if os.environ.get("UNICRON_STATE_DIR"):
-        return Path(os.environ["UNICRON_STATE_DIR"])
-    return user_path() / f"{host}-{port}"
 
 
 def prepare_state_dir(path: Path) -> None:

@@ -264,13 +264,13 @@ def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, Ac
 
 
 def _access(options: LauncherConfig, endpoint: str) -> Access:
-    host = endpoint.rpartition(":")[0] or endpoint
+    host, _ = parse_endpoint(endpoint, "hydra.launcher.endpoint=")
     return options.access(host, "hydra.launcher.token_file=", "hydra.launcher.tls=")
 
 
 def _runs_no_jobs(endpoint: str, access: Access) -> bool:
     """Whether the coordinator of this machine was started by an agent of a training, and no daemon is connected."""
-    if not is_loopback(parse_endpoint(endpoint)[0]):
+    if not is_loopback(parse_endpoint(endpoint, "hydra.launcher.endpoint=")[0]):
         return False
     status = fetch(endpoint, "/v1/status", access)
     return bool(status["coordinator"]["embedded"]) and not status["nodes"]
@@ -295,7 +295,7 @@ def _own_cluster(options: LauncherConfig, sweep_dir: Path, state: Path) -> Local
 
 def _nothing_listens(endpoint: str) -> bool:
     """Whether the endpoint is a loopback address that does not answer."""
-    host, port = parse_endpoint(endpoint)
+    host, port = parse_endpoint(endpoint, "hydra.launcher.endpoint=")
     if not is_loopback(host):
         return False
     try:

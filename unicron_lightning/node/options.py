@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from unicron_lightning.agent.options import leave_signal, parse_endpoint
+from unicron_lightning.agent.options import endpoint_of, leave_signal, parse_endpoint
 from unicron_lightning.credentials import is_loopback
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.private_files import make_private, open_private, user_path
@@ -89,7 +89,6 @@ def _named(label: str, devices: list[str]) -> str | None:
     return ",".join(devices[int(first) : int(last) + 1])
 
 
-_NODE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MEGABYTE: Final = 1 << 20
 _LOG_FOLDERS: Final = "log-folders"
 """File of the user's folder with a path a line."""
@@ -158,9 +157,9 @@ def make_options(
     """
     host, port = parse_endpoint(endpoint)
     label = node or socket.gethostname()
-    if not _NODE.fullmatch(label):
+    if not _LABEL.fullmatch(label):
         raise ConfigError(f"--node {label}: expected letters, digits, '.', '_' and '-'")
-    if rack is not None and not _NODE.fullmatch(rack):
+    if rack is not None and not _LABEL.fullmatch(rack):
         raise ConfigError(f"--rack {rack}: expected letters, digits, '.', '_' and '-'")
     if not log_megabytes > 0 or log_files < 0 or not stop_seconds > 0:
         sizes = f"--log-size {log_megabytes} --log-files {log_files} --stop-seconds {stop_seconds}"
@@ -171,7 +170,7 @@ def make_options(
         if path is not None and ("," in path or "=" in path):
             raise ConfigError(f"{option} {path}: expected a path without ',' and '='")
     return NodeOptions(
-        endpoint=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        endpoint=endpoint_of(host, port),
         node=label,
         slots=tuple(slots_of(slots, visible_devices())),
         logs=Path(logs).absolute() if logs else default_logs(),

@@ -59,10 +59,10 @@ from unicron_lightning.coordinator.server.peers import (
     request_logger,
 )
 from unicron_lightning.coordinator.server.timers import ANSWER, Liveness, SteadyClock, Timers
-from unicron_lightning.coordinator.storage import Store, StoreUnusable, default_state_dir, prepare_state_dir
+from unicron_lightning.coordinator.storage import Store, StoreUnusable, prepare_state_dir
 from unicron_lightning.credentials import Token, is_loopback
 from unicron_lightning.jobs import problem
-from unicron_lightning.private_files import RECORD, open_private
+from unicron_lightning.private_files import RECORD, default_state_dir, open_private
 from unicron_lightning.wire.daemon import Launch, NodeHello, NodeRun, NodeTask, decode_from_node
 from unicron_lightning.wire.fields import shortened
 
