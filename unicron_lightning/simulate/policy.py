@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from unicron_lightning.simulate.costs import Costs
+from unicron_lightning.simulate.costs import Change, Costs
 from unicron_lightning.simulate.trace import SimTask, TraceFault
 
 _Loses = Literal["nothing", "step", "memory", "checkpoint"]
@@ -125,10 +125,13 @@ class Restarting(Policy):
     """
 
     def reacts(self, now: TaskSituation) -> Reaction:
-        return self._restart(now)
+        there = min(now.declared, now.whole + now.spares)
+        if there < now.size:
+            return Reaction(places=0, loses="checkpoint")
+        return Reaction(places=there, seconds=now.costs.takes("restart"), loses="checkpoint")
 
     def resumes(self, now: TaskSituation) -> Reaction:
-        return self._restart(now)
+        return self.reacts(now)
 
     def grows(self, now: TaskSituation) -> Reaction | None:
         if math.isinf(self.patience(now.costs)):
@@ -139,38 +142,25 @@ class Restarting(Policy):
     def patience(self, costs: Costs) -> float:
         return costs.extra.get("scale_down_hours", math.inf) * 3600.0
 
-    def _restart(self, now: TaskSituation) -> Reaction:
-        there = min(now.declared, now.whole + now.spares)
-        if there < now.size:
-            return Reaction(places=0, loses="checkpoint")
-        return Reaction(places=there, seconds=now.costs.takes("restart"), loses="checkpoint")
-
 
 class _Shrinking(Policy):
     """A task that continues with its live places, and grows again when nodes are ready. Below its minimum it waits."""
 
+    shrink_takes: ClassVar[Change] = "continue"
+    """Operation, in the costs, by which the others continue without the dead."""
     shrink_loses: ClassVar[_Loses] = "step"
+    grow_takes: ClassVar[Change] = "join"
+    """Operation by which all admit others."""
     grow_loses: ClassVar[_Loses] = "nothing"
 
     def reacts(self, now: TaskSituation) -> Reaction:
-        if now.nobody_died:
-            return Reaction(places=now.alive, seconds=self.shrink_seconds(now.costs), loses=self.shrink_loses)
-        if now.alive >= now.least:
-            return Reaction(places=now.alive, seconds=self.shrink_seconds(now.costs), loses=self.shrink_loses)
+        if now.nobody_died or now.alive >= now.least:
+            return Reaction(places=now.alive, seconds=now.costs.takes(self.shrink_takes), loses=self.shrink_loses)
         return self.resumes(now)
 
     def grows(self, now: TaskSituation) -> Reaction | None:
-        return Reaction(
-            places=min(now.declared, now.alive), seconds=self.grow_seconds(now.costs), loses=self.grow_loses
-        )
-
-    def shrink_seconds(self, costs: Costs) -> float:
-        """Return the seconds that the others are interrupted to continue without the dead."""
-        return costs.takes("continue")
-
-    def grow_seconds(self, costs: Costs) -> float:
-        """Return the seconds that all are interrupted to admit others."""
-        return costs.takes("join")
+        there = min(now.declared, now.alive)
+        return Reaction(places=there, seconds=now.costs.takes(self.grow_takes), loses=self.grow_loses)
 
 
 class Megatron(Restarting):
@@ -190,26 +180,16 @@ class Oobleck(_Shrinking):
     """
 
     name = "oobleck"
-
-    def shrink_seconds(self, costs: Costs) -> float:
-        return costs.takes("migrate")
-
-    def grow_seconds(self, costs: Costs) -> float:
-        return costs.takes("migrate")
+    shrink_takes = grow_takes = "migrate"
 
 
 class Varuna(_Shrinking):
     """Varuna (EuroSys '22): job morphing: every change is a restart from a checkpoint, in a new configuration."""
 
     name = "varuna"
+    shrink_takes = grow_takes = "migrate"
     shrink_loses: ClassVar[_Loses] = "checkpoint"
     grow_loses: ClassVar[_Loses] = "checkpoint"
-
-    def shrink_seconds(self, costs: Costs) -> float:
-        return costs.takes("migrate")
-
-    def grow_seconds(self, costs: Costs) -> float:
-        return costs.takes("migrate")
 
 
 class Bamboo(_Shrinking):
@@ -220,9 +200,7 @@ class Bamboo(_Shrinking):
 
     name = "bamboo"
     shrink_loses: ClassVar[_Loses] = "nothing"
-
-    def grow_seconds(self, costs: Costs) -> float:
-        return costs.takes("migrate")
+    grow_takes = "migrate"
 
 
 class TorchFT(_Shrinking):

@@ -100,8 +100,7 @@ class Case:
     @property
     def wrong_value(self) -> bool:
         """Whether a setting of the task is refused; that of a joiner alone may be its node's."""
-        error = self.error
-        return error is not None and error.kind == "config_error" and self.alone and not self.view.trial
+        return _is("config_error")(self) and self.alone and not self.view.trial
 
     @property
     def spared(self) -> bool:
@@ -121,10 +120,10 @@ class Rule:
 
     name: str
     on: Trigger
-    when: str
-    holds: Callable[[Case], bool]
+    when: str = "else"
+    holds: Callable[[Case], bool] = lambda _: True
     action: RuleAction
-    then: str
+    then: str = "the task ends, with its diagnosis"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +145,8 @@ class Decision:
     facts: dict[str, Any]
 
 
-def _always(_: Case) -> bool:
-    return True
+def _is(kind: str) -> Callable[[Case], bool]:
+    return lambda case: case.error is not None and case.error.kind == kind
 
 
 RULES: Final = (
@@ -155,23 +154,21 @@ RULES: Final = (
         name="the loss is no number",
         on="SEV3",
         when="the kind is `nan_loss`, and `health.nan_loss` is `stop`",
-        holds=lambda case: case.error is not None and case.error.kind == "nan_loss" and case.limits.nan_loss == "stop",
+        holds=lambda case: _is("nan_loss")(case) and case.limits.nan_loss == "stop",
         action="stop",
-        then="the task ends, with its diagnosis",
     ),
     Rule(
         name="the parameters differ",
         on="SEV3",
         when="the kind is `parameters_differ`",
-        holds=lambda case: case.error is not None and case.error.kind == "parameters_differ",
+        holds=_is("parameters_differ"),
         action="stop",
-        then="the task ends, with its diagnosis",
     ),
     Rule(
         name="the programs differ",
         on="SEV3",
         when="the kind is `programs_differ`",
-        holds=lambda case: case.error is not None and case.error.kind == "programs_differ",
+        holds=_is("programs_differ"),
         action="stop",
         then="the task ends, with its diagnosis: a restart would take the same paths",
     ),
@@ -194,8 +191,6 @@ RULES: Final = (
     Rule(
         name="connection fails",
         on="SEV3",
-        when="else",
-        holds=_always,
         action="reattempt",
         then="a new epoch and communicator, the same members and processes",
     ),
@@ -226,8 +221,6 @@ RULES: Final = (
     Rule(
         name="process fails",
         on="SEV2",
-        when="else",
-        holds=_always,
         action="restart",
         then="the agent's remaining workers are killed; torchrun restarts them and they join",
     ),
@@ -251,7 +244,6 @@ RULES: Final = (
         name="node is broken",
         on="SEV1",
         when="the agent is connected",
-        holds=_always,
         action="cordon",
         then="its workers leave at a step boundary, if no task needs them for its minimum; no new ones until "
         "`unicron undrain NODE`",
@@ -282,7 +274,6 @@ RULES: Final = (
         "and no worker of the task has registered",
         holds=lambda case: case.never_starts,
         action="stop",
-        then="the task ends, with its diagnosis",
     ),
     Rule(
         name="no way past a step",
@@ -290,7 +281,6 @@ RULES: Final = (
         when="`crash_attempts` epochs failed at the same step, each a second or more after the one before",
         holds=lambda case: case.record.attempts >= case.limits.severity.crash_attempts,
         action="stop",
-        then="the task ends, with its diagnosis",
     ),
     Rule(
         name="no way past a checkpoint",
@@ -298,7 +288,6 @@ RULES: Final = (
         when="`crash_lives` consecutive lives ended by failures of workers, none got further than those before",
         holds=lambda case: case.record.lives >= case.limits.severity.crash_lives,
         action="stop",
-        then="the task ends, with its diagnosis",
     ),
     Rule(
         name="no way to start",
@@ -306,7 +295,6 @@ RULES: Final = (
         when="one agent's workers failed in `crash_attempts` rounds before any worker trained",
         holds=lambda case: case.record.most_starts >= case.limits.severity.crash_attempts,
         action="stop",
-        then="the task ends, with its diagnosis",
     ),
 )
 
