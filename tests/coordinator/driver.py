@@ -74,9 +74,14 @@ def limits_of(given: dict[str, Any]) -> ev.Limits:
 
 
 class World:
-    """The machine, its clock, timers, store and agents."""
+    """The machine, its clock, timers, store and agents.
 
-    def __init__(self, **limits: Any) -> None:
+    Args:
+        nodes: fewest and most nodes of its tasks.
+        limits: of the machine, by name.
+    """
+
+    def __init__(self, *, nodes: tuple[int, int] = (1, 4), **limits: Any) -> None:
         self.limits = limits_of(limits)
         self.now = 1000.0
         self.disk: dict[str, bytes] = {}
@@ -88,7 +93,7 @@ class World:
         self.daemons: dict[int, Any] = {}
         """Nodes' daemons by connection, see `coordinator.fake_daemon`."""
         self.conns = 0
-        self.nodes = (1, 4)
+        self.nodes = nodes
         self.answers_at_once = True
         self.unreached: set[tuple[str, str]] = set()
         """Agents and others to which they cannot connect."""
@@ -354,6 +359,20 @@ def running(world: World, count: int, **options: Any) -> list[FakeAgent]:
         agent.boot()
     settle(world)
     return agents
+
+
+def started(count: int, **options: Any) -> tuple[World, list[FakeAgent]]:
+    """Make a world in which a task is `running`; ``options`` are those of the agents, and limits of the world."""
+    own = {name: options.pop(name) for name in ("nodes", "task", "size", "place") if name in options}
+    world = World(**options)
+    return world, running(world, count, **own)
+
+
+def restart(world: World, *agents: FakeAgent) -> None:
+    """Restart the coordinator; these agents register again."""
+    world.start()
+    for agent in agents:
+        agent.register()
 
 
 def members(world: World, task: str = "t") -> list[str]:

@@ -214,12 +214,14 @@ class Histories(RuleBasedStateMachine):
             assert agent.last(wire.Go) == task.go
 
 
-Histories.TestCase.settings = settings(
-    max_examples=200,
+HISTORY = settings(
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
+"""Settings of all random histories."""
+
+Histories.TestCase.settings = settings(HISTORY, max_examples=200)
 TestHistories = Histories.TestCase

@@ -15,8 +15,11 @@ SAVED = 40
 """Step of the checkpoints that are written before a pause."""
 
 
-def crowd(world: World, places: int, **tasks: tuple[int, int]) -> dict[str, dict[int, FakeAgent]]:
+def crowd(
+    places: int, world: World | None = None, **tasks: tuple[int, int]
+) -> tuple[World, dict[str, dict[int, FakeAgent]]]:
     """Create an agent of every task at every place; workers run at the places that the plan assigns."""
+    world = world or World()
     agents: dict[str, dict[int, FakeAgent]] = {}
     for task, nodes in tasks.items():
         agents[task] = {
@@ -26,7 +29,7 @@ def crowd(world: World, places: int, **tasks: tuple[int, int]) -> dict[str, dict
         for agent in agents[task].values():
             agent.start()
         settle(world, agents)
-    return agents
+    return world, agents
 
 
 def settle(world: World, agents: dict[str, dict[int, FakeAgent]], *, saves: bool = True) -> None:
@@ -73,15 +76,13 @@ def exclusive(world: World) -> None:
 
 
 def test_a_task_alone_has_all_it_can_use() -> None:
-    world = World()
-    agents = crowd(world, 5, a=(1, 4))
+    world, agents = crowd(5, a=(1, 4))
     assert members(world, "a") == ["n0", "n1", "n2", "n3"]
     assert not world.questions and [a.granted for a in agents["a"].values()] == [True] * 4 + [False]
 
 
 def test_a_second_task_gets_its_share_at_a_step_boundary() -> None:
-    world = World()
-    agents = crowd(world, 4, a=(1, 4), b=(1, 4))
+    world, agents = crowd(4, a=(1, 4), b=(1, 4))
     exclusive(world)
     assert (len(members(world, "a")), len(members(world, "b"))) == (2, 2)
     assert not set(members(world, "a")) & set(members(world, "b"))
@@ -91,8 +92,7 @@ def test_a_second_task_gets_its_share_at_a_step_boundary() -> None:
 
 
 def test_the_place_is_free_only_when_the_other_tasks_workers_have_stopped() -> None:
-    world = World()
-    agents = crowd(world, 2, a=(1, 2))
+    world, agents = crowd(2, a=(1, 2))
     b = world.agent("b0", task="b", nodes=(1, 2), place="n0/0").start()
     other = world.agent("b1", task="b", nodes=(1, 2), place="n1/0").start()
     world.advance(GATHERED)
@@ -109,8 +109,7 @@ def test_the_place_is_free_only_when_the_other_tasks_workers_have_stopped() -> N
 
 
 def test_a_lost_node_is_made_good_by_the_plan_and_given_back() -> None:
-    world = World()
-    agents = crowd(world, 6, a=(3, 4), b=(1, 4))
+    world, agents = crowd(6, a=(3, 4), b=(1, 4))
     assert (len(members(world, "a")), len(members(world, "b"))) == (3, 3)
     victim = members(world, "a")[0]
     for task in agents.values():
@@ -158,8 +157,7 @@ def test_a_task_that_lost_all_it_had_does_not_drive_out_one_that_runs(plain: boo
 
 def test_a_task_that_is_resized_leaves_the_places_that_the_plan_takes_from_it() -> None:
     """Places of its newest agents do not go first: it would have to leave twice."""
-    world = World()
-    agents = crowd(world, 5, a=(1, 3), b=(1, 2))
+    world, agents = crowd(5, a=(1, 3), b=(1, 2))
     first = members(world, "a")[0]
     newest = agents["a"][int(first[1:])]
     newest.die()
@@ -177,8 +175,7 @@ def test_a_task_that_is_resized_leaves_the_places_that_the_plan_takes_from_it() 
 
 
 def test_a_task_that_is_resized_while_a_worker_restarts_leaves_that_place() -> None:
-    world = World()
-    agents = crowd(world, 5, a=(1, 3), b=(1, 2))
+    world, agents = crowd(5, a=(1, 3), b=(1, 2))
     first = agents["a"][int(members(world, "a")[0][1:])]
     alive = members(world, "a")[1:]
     first.die()
@@ -193,8 +190,7 @@ def test_a_task_that_is_resized_while_a_worker_restarts_leaves_that_place() -> N
 
 
 def test_a_task_that_ends_leaves_its_places_to_the_others() -> None:
-    world = World()
-    agents = crowd(world, 4, a=(1, 4), b=(1, 4))
+    world, agents = crowd(4, a=(1, 4), b=(1, 4))
     for agent in agents["b"].values():
         if agent.workers:
             agent.say(wire.WorkerDone(worker=agent.worker()))
@@ -206,8 +202,7 @@ def test_a_task_that_ends_leaves_its_places_to_the_others() -> None:
 
 
 def test_weights_decide() -> None:
-    world = World()
-    agents = crowd(world, 4, a=(1, 4))
+    world, agents = crowd(4, a=(1, 4))
     agents["b"] = {n: world.agent(f"b{n}", task="b", nodes=(1, 4), place=f"n{n}/0") for n in range(4)}
     for agent in agents["b"].values():
         agent.register(weight=5.0).rendezvous()
@@ -216,8 +211,7 @@ def test_weights_decide() -> None:
 
 
 def test_a_task_whose_minimum_does_not_fit_waits_and_starts_when_it_does() -> None:
-    world = World()
-    agents = crowd(world, 3, a=(2, 3), b=(2, 3))
+    world, agents = crowd(3, a=(2, 3), b=(2, 3))
     assert len(members(world, "a")) == 3 and not world.task("b").formed
     for number in range(3, 5):
         for task in agents:
@@ -228,8 +222,7 @@ def test_a_task_whose_minimum_does_not_fit_waits_and_starts_when_it_does() -> No
 
 def unfit(saves: bool = True) -> tuple[World, dict[str, dict[int, FakeAgent]], str, str]:
     """Let two tasks with a minimum of two nodes lose one of four; return the paused one's name and the lost node."""
-    world = World()
-    agents = crowd(world, 4, a=(2, 2), b=(2, 2))
+    world, agents = crowd(4, a=(2, 2), b=(2, 2))
     for task in agents.values():
         next(agent for agent in task.values() if agent.workers).saved(f"/{agent_task(task)}/7", 7)
     node = members(world, "a")[0]
@@ -265,8 +258,7 @@ def comes_back(world: World, agents: dict[str, dict[int, FakeAgent]], node: str)
 
 
 def test_a_drain_pauses_no_task_and_is_done_once_another_place_is_there() -> None:
-    world = World()
-    agents = crowd(world, 3, a=(3, 3), b=(4, 4))
+    world, agents = crowd(3, a=(3, 3), b=(4, 4))
     settle(world, agents)
     before = members(world, "a")
     agents["a"][0].drain()
@@ -300,7 +292,7 @@ def test_a_task_that_does_not_save_in_time_is_paused_all_the_same() -> None:
 def test_an_overtaken_answer_changes_nothing() -> None:
     world = World()
     world.answers_at_once = False
-    agents = crowd(world, 4, a=(1, 4), b=(1, 4))
+    _, agents = crowd(4, world, a=(1, 4), b=(1, 4))
     (old,) = world.questions
     world.advance(GATHERED)
     agents["a"][0].drain()
@@ -314,8 +306,7 @@ def test_an_overtaken_answer_changes_nothing() -> None:
 
 def test_a_plan_overtaken_half_way_is_left_without_harm() -> None:
     """Task b ends while task a leaves a place for it: a keeps the place, and no work is repeated."""
-    world = World()
-    agents = crowd(world, 2, a=(1, 2))
+    world, agents = crowd(2, a=(1, 2))
     b = [world.agent(f"b{n}", task="b", nodes=(1, 1), place=f"n{n}/0").start() for n in range(2)]
     world.advance(GATHERED)
     assert world.task("a").epoch is not None and world.task("a").epoch.kind == "leave"
@@ -331,7 +322,7 @@ def test_a_plan_overtaken_half_way_is_left_without_harm() -> None:
 def test_a_restarted_coordinator_goes_on_with_the_plan(moment: str) -> None:
     world = World()
     world.answers_at_once = moment != "asked"
-    agents = crowd(world, 2, a=(1, 2))
+    _, agents = crowd(2, world, a=(1, 2))
     world.answer()
     settle(world, agents)
     agents["b"] = {n: world.agent(f"b{n}", task="b", nodes=(1, 2), place=f"n{n}/0").start() for n in range(2)}
@@ -357,8 +348,7 @@ def test_a_restarted_coordinator_goes_on_with_the_plan(moment: str) -> None:
 
 def test_an_agent_that_comes_back_late_does_not_get_its_place_back() -> None:
     """An agent was declared lost after a cut, and its place belongs to another task: its workers are fenced."""
-    world = World()
-    agents = crowd(world, 2, a=(1, 2))
+    world, agents = crowd(2, a=(1, 2))
     late = agents["a"][1]
     world.do(ev.Disconnected(conn=late.conn or 0))
     late.conn = None
@@ -377,14 +367,13 @@ def test_an_agent_that_comes_back_late_does_not_get_its_place_back() -> None:
 def test_agents_without_a_label_are_left_alone() -> None:
     world = World()
     own = [world.agent(f"c{n}", task="c").start().boot() for n in range(2)]
-    crowd(world, 2, a=(1, 2), b=(1, 2))
+    crowd(2, world, a=(1, 2), b=(1, 2))
     assert all(agent.granted for agent in own)
     assert set(world.machine.lasting.assigned.values()) == {"a", "b"}
 
 
 def test_with_its_store_lost_the_coordinator_takes_over_the_plan_that_the_agents_tell() -> None:
-    world = World()
-    agents = crowd(world, 6, a=(2, 4), b=(1, 4))
+    world, agents = crowd(6, a=(2, 4), b=(1, 4))
     before = {task: members(world, task) for task in "ab"}
     world.lose_disk()
     world.start()
@@ -413,8 +402,7 @@ def test_of_two_agents_of_a_task_at_a_place_the_one_that_is_there_gets_it() -> N
 
 
 def test_a_task_alone_takes_no_place_with_which_it_cannot_begin() -> None:
-    world = World()
-    agents = crowd(world, 1, a=(2, 3))
+    world, agents = crowd(1, a=(2, 3))
     assert set(world.machine.lasting.assigned.values()) == {""}
     agents["a"][1] = world.agent("a1", task="a", nodes=(2, 3), place="n1/0").start()
     settle(world, agents)

@@ -10,7 +10,8 @@ import itertools
 
 import pytest
 from coordinator.driver import FakeAgent, World
-from hypothesis import HealthCheck, Phase, settings
+from coordinator.test_random import HISTORY
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -180,15 +181,7 @@ def _known(world: World, fake: FakeAgent) -> dict[str, object]:
     return {} if task is None or task.over is not None else dict(task.agents)
 
 
-SharedPlaces.TestCase.settings = settings(
-    max_examples=300,
-    phases=[Phase.generate, Phase.shrink],
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+SharedPlaces.TestCase.settings = settings(HISTORY, max_examples=300, phases=[Phase.generate, Phase.shrink])
 TestSharedPlaces = SharedPlaces.TestCase
 
 

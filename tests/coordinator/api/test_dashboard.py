@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 from coordinator.dashboard.serving import serving
-from coordinator.driver import World, running
+from coordinator.driver import started
 from coordinator.shell import Coordinator, ask, connected, train
 
 from unicron_lightning import wire
@@ -44,8 +44,7 @@ async def news(answer: aiohttp.ClientResponse) -> dict[str, Any]:
 
 
 async def test_what_a_session_may_do(tmp_path):
-    world = World()
-    agents = running(world, 3)
+    world, agents = started(3)
     node = agents[2].node
     async with serving(world, tmp_path) as shell, browser() as http:
         drain, here = f"{shell.url}/v1/nodes/{node}/drain", {"Origin": shell.url}
@@ -120,8 +119,7 @@ async def test_a_kill_is_in_the_stream_within_a_second(tmp_path):
 
 
 async def test_a_stream_ends_with_its_session(tmp_path):
-    world = World()
-    running(world, 2)
+    world, _ = started(2)
     async with serving(world, tmp_path) as shell, browser() as http:
         order = await log_in(http, shell.url, shell.code())
         async with http.get(f"{shell.url}/dashboard/stream") as stream:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from coordinator.driver import World, running, settle
+from coordinator.driver import World, running, settle, started
 from coordinator.fake_agent import FakeAgent
 from coordinator.fake_daemon import FakeDaemon, job
 from coordinator.membership.test_plain import plain
@@ -49,8 +49,7 @@ def test_a_queued_job_states_what_it_needs_and_what_there_is():
 
 def test_a_task_that_starts_without_the_node_of_a_broken_gpu_states_which_one_it_lacks():
     """The node is cordoned before the first epoch, and the other node waits. The reason was: 1 of 1 worker ready."""
-    world = World()
-    world.nodes = (2, 2)
+    world = World(nodes=(2, 2))
     a, b = (world.agent(name).start() for name in "ab")
     for agent in (a, b):
         agent.launch().hello()
@@ -94,8 +93,7 @@ def test_a_queued_job_states_whose_the_slots_are():
 
 
 def test_an_attached_task_states_how_many_nodes_wait_and_how_far_workers_are():
-    world = World()
-    world.nodes = (2, 3)
+    world = World(nodes=(2, 3))
     a = world.agent("a").start()
     assert (why(world), task_status(world.task())["state"]) == ("needs 2 nodes, 1 node waits", "forming")
     b = world.agent("b").start()
@@ -109,8 +107,7 @@ def test_an_attached_task_states_how_many_nodes_wait_and_how_far_workers_are():
 
 
 def test_a_task_that_waits_states_for_what_and_what_would_end_it():
-    world = World(restart_grace=10)
-    a, b = running(world, 2, nodes=(2, 2))
+    world, (a, b) = started(2, nodes=(2, 2), restart_grace=10)
     b.die(cause="exit", code=1)
     assert why(world) == "recovering: waits for a/0#1; for detection.recovery_time at most"
     settle(world)
@@ -134,8 +131,7 @@ def test_a_task_that_waits_states_for_what_and_what_would_end_it():
 
 
 def test_a_plain_script_that_restarts_states_for_whom_it_waits():
-    world = World()
-    a, b = plain(world, 2)
+    world, (a, b) = plain(2)
     assert why(world) is None
     c = world.agent("c").start()
     assert (task_status(world.task())["state"], c.all(wire.Grant)) == ("restarting", [])
@@ -158,8 +154,7 @@ def test_a_job_whose_torchruns_wait_states_why():
 
 
 def test_an_agent_whose_grant_is_delayed_states_why():
-    world = World()
-    world.nodes = (2, 2)
+    world = World(nodes=(2, 2))
     a = world.agent("a").start()
     world.task().agents["a"].held = True
     assert why(world) == "needs 2 nodes, 1 node waits; node-a has failed to start, and begins again after 30 s at most"
@@ -169,8 +164,7 @@ def test_an_agent_whose_grant_is_delayed_states_why():
 
 
 def test_a_task_that_a_new_coordinator_restores_states_for_whom_it_waits():
-    world = World()
-    world.nodes = (2, 3)
+    world = World(nodes=(2, 3))
     a, b = (world.agent(name).start() for name in "ab")
     world.start()
     assert why(world) == "resuming: waits for node-a, node-b to connect again; for detection.restart_grace at most"
@@ -181,8 +175,7 @@ def test_a_task_that_a_new_coordinator_restores_states_for_whom_it_waits():
 
 
 def test_a_hold_ends_the_task_in_time():
-    world = World(hold_timeout=100)
-    a, b = running(world, 2, nodes=(2, 2))
+    world, (a, b) = started(2, nodes=(2, 2), hold_timeout=100)
     b.die()
     settle_all(world, a)
     world.advance(90)
@@ -198,8 +191,7 @@ def test_a_hold_ends_the_task_in_time():
 
 
 def test_a_task_that_trains_after_a_hold_is_not_ended_though_its_steps_are_long():
-    world = World(hold_timeout=100)
-    a, b = running(world, 2, nodes=(2, 2))
+    world, (a, b) = started(2, nodes=(2, 2), hold_timeout=100)
     for step in (2, 3):
         b.die()
         settle_all(world, a)
@@ -237,8 +229,7 @@ def fail_and_return(world: World, a: FakeAgent, b: FakeAgent, number: int, **rep
 
 @pytest.mark.parametrize("differ", [False, True])
 def test_equal_failures_of_the_only_other_node_end_the_task_when_it_has_left(differ: bool):
-    world = World()
-    a, b = running(world, 2, nodes=(2, 2))
+    world, (a, b) = started(2, nodes=(2, 2))
     for number in range(3):
         fail_and_return(world, a, b, number, **({"cause": "another"} if differ and number == 2 else {}))
     b.workers.clear()
@@ -281,8 +272,7 @@ def test_equal_exceptions_of_the_only_other_node_end_the_task_though_its_agent_t
 
 
 def test_a_drained_node_states_why_it_stays():
-    world = World()
-    a, b = running(world, 2, nodes=(2, 2))
+    world, (a, b) = started(2, nodes=(2, 2))
     b.drain()
     reason = "task t needs at least 2 nodes, 1 other has its workers"
     assert staying(world.machine.cluster) == {"node-b": reason}
@@ -295,8 +285,7 @@ def test_a_drained_node_states_why_it_stays():
 
 
 def test_a_lost_node_is_down_until_it_registers_again():
-    world = World()
-    _, b = running(world, 2, nodes=(1, 2))
+    world, (_, b) = started(2, nodes=(1, 2))
     b.drop()
     world.advance(1.0)
     assert list(lost_nodes(world.machine.cluster)) == ["node-b"]
@@ -305,8 +294,7 @@ def test_a_lost_node_is_down_until_it_registers_again():
 
 
 def test_members_of_a_spread_model_show_their_replica_and_stage():
-    world = World()
-    agents = running(world, 3)
+    world, agents = started(3)
     names = [agent.worker() for agent in agents]
     task = world.task()
     layout = wire.Layout(tensor=1, pipeline=2)

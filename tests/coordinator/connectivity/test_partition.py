@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator.driver import World, members, running, settle
+from typing import Any
+
+from coordinator.driver import World, members, restart, settle, started
 from coordinator.fake_agent import FakeAgent
 
 from unicron_lightning import wire
@@ -26,13 +28,13 @@ def names(world: World) -> list[str]:
     return [worker[0] for worker in members(world)]
 
 
-def trained(world: World, count: int) -> list[FakeAgent]:
+def trained(count: int, **limits: Any) -> tuple[World, list[FakeAgent]]:
     """``count`` members of a settled epoch; one is enough to train."""
-    agents = running(world, count, nodes=(1, 4))
+    world, agents = started(count, nodes=(1, 4), **limits)
     while world.task().go is None:
         settle(world)
     assert names(world) == [agent.name for agent in agents]
-    return agents
+    return world, agents
 
 
 def start_again(agent: FakeAgent) -> None:
@@ -41,8 +43,7 @@ def start_again(agent: FakeAgent) -> None:
 
 
 def test_a_cut_between_two_nodes_leaves_one_training_and_takes_the_other_back() -> None:
-    world = World(warm_standby=True)
-    first, second = trained(world, 2)
+    world, (first, second) = trained(2, warm_standby=True)
     cut(world, "ab", "ba")
     stall(world, [first, second])
     assert names(world) == ["a"], "of two equal sides that of rank 0"
@@ -62,8 +63,7 @@ def test_a_cut_between_two_nodes_leaves_one_training_and_takes_the_other_back() 
 
 
 def test_a_cut_in_one_direction_is_a_cut() -> None:
-    world = World()
-    agents = trained(world, 3)
+    world, agents = trained(3)
     cut(world, "bc")
     stall(world, agents)
     assert names(world) == ["a", "b"]
@@ -75,21 +75,18 @@ def test_a_cut_in_one_direction_is_a_cut() -> None:
 
 
 def test_the_larger_side_continues_even_without_rank_0() -> None:
-    world = World()
-    agents = trained(world, 4)
+    world, agents = trained(4)
     cut(world, "ac", "bc", "cd", "ab")
     stall(world, agents)
     assert names(world) in (["a", "d"], ["b", "d"])
-    world = World()
-    agents = trained(world, 3)
+    world, agents = trained(3)
     cut(world, "ab", "ac")
     stall(world, agents)
     assert names(world) == ["b", "c"]
 
 
 def test_all_reach_each_other_and_nothing_changes() -> None:
-    world = World()
-    agents = trained(world, 3)
+    world, agents = trained(3)
     number = world.task().number
     stall(world, agents)
     assert all(agent.all(wire.Probe) for agent in agents)
@@ -99,8 +96,7 @@ def test_all_reach_each_other_and_nothing_changes() -> None:
 
 
 def test_a_long_wait_is_a_reason_to_probe_and_less_and_less_often() -> None:
-    world = World()
-    agents = trained(world, 3)
+    world, agents = trained(3)
 
     def wait(seconds: float) -> None:
         about = {"worker": agents[0].worker(), "epoch": world.task().number, "step": 1, "phase": "validation"}
@@ -121,8 +117,7 @@ def test_a_long_wait_is_a_reason_to_probe_and_less_and_less_often() -> None:
 
 
 def test_an_agent_that_does_not_answer_is_not_judged() -> None:
-    world = World()
-    agents = trained(world, 2)
+    world, agents = trained(2)
     world.silent = {"a"}
     cut(world, "ba")
     stall(world, agents)
@@ -131,8 +126,7 @@ def test_an_agent_that_does_not_answer_is_not_judged() -> None:
 
 
 def test_a_failed_collective_is_answered_once_it_is_known_who_reaches_whom() -> None:
-    world = World()
-    first, second = trained(world, 2)
+    world, (first, second) = trained(2)
     number, answers, world.silent = world.task().number, world.probes, {"a", "b"}
     for agent in (first, second):
         agent.say(wire.CommError(worker=agent.worker(), epoch=number, error="collective failed"))
@@ -146,16 +140,14 @@ def test_a_failed_collective_is_answered_once_it_is_known_who_reaches_whom() -> 
 
 
 def test_members_that_do_not_enter_an_epoch_are_probed() -> None:
-    world = World()
-    trained(world, 2)
+    world, _ = trained(2)
     cut(world, "ab", "ba")
     world.advance(5)
     assert names(world) == ["a"], "they connect, and cannot"
 
 
 def test_who_is_left_out_again_and_again_waits_longer() -> None:
-    world = World()
-    agents = trained(world, 2)
+    world, agents = trained(2)
     waited = []
     for _ in range(4):
         cut(world, "ab", "ba")
@@ -185,8 +177,7 @@ def when(world: World, name: str, since: float) -> float:
 
 
 def test_a_new_agent_of_a_node_that_is_left_out_waits_too() -> None:
-    world = World()
-    agents = trained(world, 2)
+    world, agents = trained(2)
     cut(world, "ab", "ba")
     stall(world, agents)
     other = world.agent("c")
@@ -201,8 +192,7 @@ def test_a_new_agent_of_a_node_that_is_left_out_waits_too() -> None:
 
 
 def test_when_nobody_else_is_left_a_node_is_not_kept_out() -> None:
-    world = World()
-    first, second = trained(world, 2)
+    world, (first, second) = trained(2)
     cut(world, "ab", "ba")
     stall(world, [first, second])
     settle(world)
@@ -213,15 +203,12 @@ def test_when_nobody_else_is_left_a_node_is_not_kept_out() -> None:
 
 
 def test_a_restarted_coordinator_keeps_it_out_and_takes_it_back() -> None:
-    world = World()
-    first, second = trained(world, 2)
+    world, (first, second) = trained(2)
     cut(world, "ab", "ba")
     stall(world, [first, second])
     settle(world)
     second.rendezvous()
-    world.start()
-    first.register()
-    second.register()
+    restart(world, first, second)
     world.advance(10)
     assert world.task().slots == ["a"]
     cut(world)

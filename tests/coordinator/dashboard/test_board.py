@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from coordinator.driver import World, running, settle
+from coordinator.driver import World, settle, started
 
 from unicron_lightning.coordinator import dashboard
 from unicron_lightning.coordinator.access import PAGES
@@ -21,8 +21,7 @@ def found(world: World) -> dict[str, dict]:
 
 
 def test_cells_show_the_states_of_agents():
-    world = World()
-    agents = running(world, 3, nodes=(3, 3))
+    world, agents = started(3, nodes=(3, 3))
     spare = world.agent("z", nodes=(3, 3)).start()
     now = found(world)
     assert now["task/t"]["state"] == "running"
@@ -55,8 +54,7 @@ def test_only_changes_are_sent():
 
 
 def test_a_thousand_nodes_take_milliseconds():
-    world = World()
-    running(world, 4)
+    world, _ = started(4)
     task = world.task()
     template = next(iter(task.agents.values()))
     for number in range(1000):

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from coordinator.driver import FakeAgent, World, running, settle
+from coordinator.driver import FakeAgent, World, settle, started
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -300,8 +300,7 @@ def test_open_incidents_have_a_bill_up_to_now():
 
 
 def test_a_plain_script_is_accounted_until_it_is_started_again():
-    world = World()
-    world.nodes = (2, 3)
+    world = World(nodes=(2, 3))
     agents = [world.agent(name).start() for name in "ab"]
     for agent in agents:
         agent.launch()
@@ -320,7 +319,6 @@ def test_a_plain_script_is_accounted_until_it_is_started_again():
 
 
 def test_members_dead_before_the_first_step_cost_nothing():
-    world = World()
-    a, _ = running(world, 2)
+    world, (a, _) = started(2)
     a.die()
     assert world.task().accounts.open[0].due.workers == 0

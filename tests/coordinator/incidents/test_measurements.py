@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from coordinator.driver import FakeAgent, World, running, settle
+from coordinator.driver import FakeAgent, World, settle, started
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.state import Task
@@ -32,8 +32,7 @@ def measured(task: Task) -> dict[int, float]:
 
 
 def test_step_time_is_the_median_of_intervals_after_the_first_step():
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     world.advance(30)  # the transition belongs to the first step
     following = steps(world, a, 2, 6, 0.5)
     world.advance(20)  # a validation
@@ -44,8 +43,7 @@ def test_step_time_is_the_median_of_intervals_after_the_first_step():
 
 
 def test_steps_between_two_reports_are_counted_and_clocks_are_the_workers_own():
-    world = World()
-    a, _ = running(world, 2)
+    world, (a, _) = started(2)
     for number in range(6):
         world.advance(0.9 + 0.1 * (number % 3))  # arrives late or early
         progress(world, a, 10 + 4 * number, at=50_000.0 + 2 * number)
@@ -53,8 +51,7 @@ def test_steps_between_two_reports_are_counted_and_clocks_are_the_workers_own():
 
 
 def test_each_size_has_its_own_and_a_recovery_is_not_measured():
-    world = World()
-    a, b, _ = running(world, 3, nodes=(1, 4))
+    world, (a, b, _) = started(3, nodes=(1, 4))
     settle(world)  # the two others join
     following = steps(world, a, 5, 8, 1.0)
     b.die()
@@ -67,8 +64,7 @@ def test_each_size_has_its_own_and_a_recovery_is_not_measured():
 
 
 def test_small_changes_are_no_news_and_nothing_is_saved_for_them():
-    world = World()
-    a, _ = running(world, 2)
+    world, (a, _) = started(2)
     following = steps(world, a, 2, 40, 1.0)
     before, saved = world.task().measured.speeds[2], world.disk["t"]
     following = steps(world, a, following, 40, 1.01)
@@ -79,8 +75,7 @@ def test_small_changes_are_no_news_and_nothing_is_saved_for_them():
 
 
 def test_a_restarted_coordinator_knows_what_was_measured():
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     progress(world, a, 2, flops_per_step=5e9)
     steps(world, a, 3, 8, 0.25)
     world.start()
@@ -92,8 +87,7 @@ def test_a_restarted_coordinator_knows_what_was_measured():
 
 
 def test_transitions_last_from_their_beginning_to_the_first_step_after():
-    world = World(join_grace=0.0)
-    a, b = running(world, 2, nodes=(1, 4))
+    world, (a, b) = started(2, nodes=(1, 4), join_grace=0.0)
     settle(world)
     tell(a, "grown", world)
     world.advance(100)
@@ -114,8 +108,7 @@ def test_transitions_last_from_their_beginning_to_the_first_step_after():
 
 
 def test_a_broken_connection_with_nobody_gone_is_no_transition():
-    world = World()
-    a, _ = running(world, 2)
+    world, (a, _) = started(2)
     tell(a, "started", world)
     a.say(wire.CommError(worker=a.worker(), epoch=1, error="reset"))
     world.advance(1)
@@ -125,8 +118,7 @@ def test_a_broken_connection_with_nobody_gone_is_no_transition():
 
 
 def test_a_new_life_is_a_restart_from_its_first_grant_on():
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     a.die(), b.die()
     world.advance(5)
     a.rendezvous(), b.rendezvous()
@@ -140,8 +132,7 @@ def test_a_new_life_is_a_restart_from_its_first_grant_on():
 
 
 def test_lifetimes_and_failures_are_counted_and_outlive_the_task():
-    world = World()
-    a, b = running(world, 2, nodes=(1, 4))
+    world, (a, b) = started(2, nodes=(1, 4))
     settle(world)
     world.advance(100)
     a.die()

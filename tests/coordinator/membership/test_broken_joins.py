@@ -5,7 +5,7 @@ not come, so the members need an epoch of their own first.
 from __future__ import annotations
 
 import pytest
-from coordinator.driver import FakeAgent, World, members, running, settle
+from coordinator.driver import FakeAgent, World, members, restart, settle, started
 
 from unicron_lightning import wire
 
@@ -14,8 +14,7 @@ GRACE = 0.5
 
 def pending_join() -> tuple[World, FakeAgent, FakeAgent, FakeAgent]:
     """Create two members in the middle of a step of epoch 1, and a joiner that waits for them in epoch 2."""
-    world = World(comm_error_grace=GRACE)
-    a, b = running(world, 2)
+    world, (a, b) = started(2, comm_error_grace=GRACE)
     c = world.agent("c").start().boot()
     c.ready(2)
     assert (world.task().number, world.task().epoch.kind, world.task().settled) == (2, "join", False)
@@ -71,9 +70,7 @@ def test_a_restarted_coordinator_hears_of_it_again() -> None:
     """Its timers are lost with it; the members wait in the step for its message."""
     world, a, b, c = pending_join()
     breaks(a, 1)
-    world.start()
-    for agent in (a, b, c):
-        agent.register()
+    restart(world, a, b, c)
     breaks(b, 1)
     world.advance(1.2 * GRACE)
     assert (world.task().number, world.task().epoch.kind, members(world)) == (3, "fail", ["a/0#1", "b/0#1"])
@@ -81,8 +78,7 @@ def test_a_restarted_coordinator_hears_of_it_again() -> None:
 
 def test_a_join_that_is_published_meanwhile_does_not_hide_the_error() -> None:
     """The members of the broken epoch would wait for ever: they do not reach the boundary at which the join begins."""
-    world = World(comm_error_grace=GRACE)
-    a, _ = running(world, 2)
+    world, (a, _) = started(2, comm_error_grace=GRACE)
     breaks(a, 1)
     c = world.agent("c").start().boot()
     assert (world.task().number, world.task().epoch.kind) == (2, "join")

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from coordinator.driver import World, running
+from coordinator.driver import started
 from coordinator.fake_agent import FakeAgent
 
 from unicron_lightning import wire
@@ -23,8 +23,7 @@ def reborn(*agents: FakeAgent) -> list[tuple[str, int]]:
 
 
 def test_a_new_life_gets_all_known_checkpoints_newest_first() -> None:
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     for step in (2, 6, 4):
         a.saved(f"/{step}", step)
         b.saved(f"/{step}", step)
@@ -46,8 +45,7 @@ def fails(agent: FakeAgent) -> str:
 
 
 def test_workers_that_an_error_ends_report_the_checkpoint_that_was_being_written() -> None:
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     first, second = fails(a), fails(b)
     b.saved("/late", 3, worker=second)
     world.start()  # from its store
@@ -62,16 +60,14 @@ def test_workers_that_an_error_ends_report_the_checkpoint_that_was_being_written
 
 
 def test_the_oldest_are_forgotten() -> None:
-    world = World()
-    a, b = running(world, 2)
+    _, (a, b) = started(2)
     for step in range(CHECKPOINTS_KEPT + 3):
         a.saved(f"/{step}", step)
     assert reborn(a, b) == [(f"/{step}", step) for step in range(CHECKPOINTS_KEPT + 2, 2, -1)]
 
 
 def test_a_path_stands_for_what_was_written_there_last() -> None:
-    world = World()
-    a, b = running(world, 2)
+    _, (a, b) = started(2)
     a.saved("/last", 2, "two")
     a.saved("/last", 4, "four")
     b.saved("/last", 2, "two")  # its message was delayed
@@ -82,8 +78,7 @@ def test_a_path_stands_for_what_was_written_there_last() -> None:
 
 
 def test_those_of_a_later_fit_are_newer_whatever_their_steps() -> None:
-    world = World()
-    a, b = running(world, 2)
+    _, (a, b) = started(2)
     a.saved("/last", 40)
     a.saved("/first fit", 48)
     a.saved("/last", 3, fit=2)
@@ -93,8 +88,7 @@ def test_those_of_a_later_fit_are_newer_whatever_their_steps() -> None:
 
 
 def test_results_of_fits_outlive_a_life() -> None:
-    world = World()
-    a, b = running(world, 2)
+    _, (a, b) = started(2)
     a.say(wire.Record(key="results", value="of fit 1", lasting=True))
     a.say(wire.Record(key="other", value="of this life"))
     reborn(a, b)
@@ -105,8 +99,7 @@ def test_results_of_fits_outlive_a_life() -> None:
 
 def test_two_of_one_step_at_one_path_may_both_be_the_last() -> None:
     """The members' reports may be in different order."""
-    world = World()
-    a, b = running(world, 2)
+    _, (a, b) = started(2)
     a.saved("/last", 4, "first")
     a.saved("/last", 4, "second")
     b.saved("/last", 4, "first")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from coordinator.driver import FakeAgent, World, members, running, settle
+from coordinator.driver import FakeAgent, World, members, settle, started
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 
 
 def test_all_members_write_a_checkpoint_and_are_stopped_with_the_status_of_a_signal() -> None:
-    world = World()
-    a, b = running(world, 2, nodes=(2, 2))
+    world, (a, b) = started(2, nodes=(2, 2))
     a.say(wire.Departing())
     assert not a.all(wire.Stop), "the others may follow"
     b.say(wire.Departing())
@@ -29,17 +28,16 @@ def test_all_members_write_a_checkpoint_and_are_stopped_with_the_status_of_a_sig
     assert len(a.all(wire.Stop)) == 1
 
 
-def trains(world: World, count: int, nodes: tuple[int, int]) -> list[FakeAgent]:
+def trains(count: int, nodes: tuple[int, int]) -> tuple[World, list[FakeAgent]]:
     """All agents of a task as members of a settled epoch."""
-    agents = running(world, count, nodes=nodes)
+    world, agents = started(count, nodes=nodes)
     while len(members(world)) < count or not world.task().settled:
         settle(world)
-    return agents
+    return world, agents
 
 
 def test_workers_leave_at_a_step_boundary() -> None:
-    world = World()
-    a, b, c = trains(world, 3, nodes=(2, 4))
+    world, (a, b, c) = trains(3, nodes=(2, 4))
     b.say(wire.Departing())
     epoch = world.task().epoch
     assert (epoch.kind, epoch.hold) == ("leave", False)
@@ -51,8 +49,7 @@ def test_workers_leave_at_a_step_boundary() -> None:
 
 
 def test_members_that_stay_hold_their_state_below_the_minimum() -> None:
-    world = World()
-    a, b = trains(world, 2, nodes=(2, 4))
+    world, (a, b) = trains(2, nodes=(2, 4))
     b.say(wire.Departing())
     world.start()  # the coordinator restarts meanwhile
     for agent in (a, b):
@@ -73,8 +70,7 @@ def test_members_that_stay_hold_their_state_below_the_minimum() -> None:
 
 
 def test_a_drain_below_the_minimum_does_not_leave_with_it() -> None:
-    world = World()
-    a, b, c = trains(world, 3, nodes=(2, 4))
+    world, (a, b, c) = trains(3, nodes=(2, 4))
     b.say(wire.Departing())
     b.drop()
     for agent in (a, c):
@@ -84,8 +80,7 @@ def test_a_drain_below_the_minimum_does_not_leave_with_it() -> None:
 
 
 def test_a_held_one_saves() -> None:
-    world = World()
-    a, b = trains(world, 2, nodes=(2, 4))
+    world, (a, b) = trains(2, nodes=(2, 4))
     a.say(wire.Departing())
     for agent in (a, b):
         agent.ready(world.task().number, 0, step=1)
@@ -107,8 +102,7 @@ def test_a_script_that_has_not_begun_is_stopped_at_once() -> None:
 
 @pytest.mark.parametrize("written", [True, False])
 def test_a_cancelled_task_ends_once_it_is_saved_or_the_time_is_over(written: bool) -> None:
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     world.do(ev.Cancel(task="t", save=True))
     for agent in (a, b):
         agent.ready(world.task("t").number)
@@ -125,8 +119,7 @@ def test_a_cancelled_task_ends_once_it_is_saved_or_the_time_is_over(written: boo
 
 
 def test_a_task_whose_agents_were_all_asked_to_end_is_cancelled() -> None:
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     for agent in (a, b):
         agent.say(wire.Departing())
     for agent in (a, b):
@@ -142,8 +135,7 @@ def test_a_task_whose_agents_were_all_asked_to_end_is_cancelled() -> None:
 
 
 def test_a_cancel_meanwhile_ends_the_task_at_once() -> None:
-    world = World()
-    a, _ = running(world, 2)
+    world, (a, _) = started(2)
     world.do(ev.Cancel(task="t", save=True))
     world.do(ev.Cancel(task="t"))
     assert a.last(wire.TaskOver).reason == "cancelled"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.driver import World, members, running, settle
+from coordinator.driver import World, members, settle, started
 
 from unicron_lightning import wire
 
@@ -27,8 +27,7 @@ def test_a_later_agent_is_granted_at_once_and_a_surplus_one_stands_by_until_one_
 
 
 def test_a_restarting_agent_keeps_its_slot_before_one_that_stands_by_and_moves_to_the_end():
-    world = World()
-    a, b = running(world, 2, nodes=(2, 2))
+    world, (a, b) = started(2, nodes=(2, 2))
     standby = world.agent("s").start()
     a.die()
     a.rendezvous()
@@ -135,8 +134,7 @@ def test_a_joiner_is_admitted_when_the_current_epoch_is_settled():
 
 
 def test_workers_of_one_agent_join_together():
-    world = World(join_grace=0.5)
-    running(world, 1)
+    world, _ = started(1, join_grace=0.5)
     b = world.agent("b", size=2).start().launch()
     b.hello(0)
     b.hello(1)
@@ -148,8 +146,7 @@ def test_workers_of_one_agent_join_together():
 
 
 def test_a_worker_does_not_wait_for_its_sibling_for_ever():
-    world = World(join_grace=0.5)
-    running(world, 1)
+    world, _ = started(1, join_grace=0.5)
     b = world.agent("b", size=2).start().launch()
     b.hello(0)
     b.ready(0, 0)
@@ -162,8 +159,7 @@ def test_a_worker_does_not_wait_for_its_sibling_for_ever():
 
 
 def test_a_death_leads_to_one_epoch_of_the_survivors_under_one_incident():
-    world = World()
-    a, b, c = running(world, 3, nodes=(3, 3))
+    world, (a, b, c) = started(3, nodes=(3, 3))
     a.die(code=9)
     epoch = b.last(wire.Epoch)
     assert (epoch.number, epoch.kind, epoch.incident, epoch.hold) == (2, "fail", "i1", True)
@@ -194,8 +190,7 @@ def test_a_death_leads_to_one_epoch_of_the_survivors_under_one_incident():
 
 
 def test_hold_is_lifted_by_the_join_that_brings_the_nodes_back():
-    world = World()
-    a, b = running(world, 2, nodes=(2, 2))
+    world, (a, b) = started(2, nodes=(2, 2))
     a.die()
     settle(world)
     assert b.last(wire.Epoch).hold
@@ -205,8 +200,7 @@ def test_hold_is_lifted_by_the_join_that_brings_the_nodes_back():
 
 
 def test_a_lost_agent_takes_all_its_workers_in_one_epoch():
-    world = World(reconnect_grace=0.25)
-    _, b = running(world, 2, size=2)
+    world, (_, b) = started(2, size=2, reconnect_grace=0.25)
     b.drop()
     world.advance(0.2)
     assert world.task().number == 1
@@ -218,8 +212,7 @@ def test_a_lost_agent_takes_all_its_workers_in_one_epoch():
 
 
 def test_one_dead_worker_takes_its_siblings_with_it():
-    world = World()
-    a, b = running(world, 2, size=2)
+    world, (a, b) = started(2, size=2)
     b.die(0)
     assert world.task().number == 2
     assert members(world) == ["a/0#1", "a/1#1"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from coordinator.driver import World, members, running, settle
+from coordinator.driver import World, members, running, settle, started
 from coordinator.fake_agent import FakeAgent
 
 from unicron_lightning import wire
@@ -13,8 +13,7 @@ from unicron_lightning.coordinator.api.status import task_status
 
 
 def test_joiners_of_an_unsettled_join_become_candidates_again_when_a_member_dies():
-    world = World()
-    _, b = running(world, 2)
+    world, (_, b) = started(2)
     c = world.agent("c").start().boot()
     assert members(world) == ["a/0#1", "b/0#1", "c/0#1"]
     c.ready(2)
@@ -29,8 +28,7 @@ def test_joiners_of_an_unsettled_join_become_candidates_again_when_a_member_dies
 
 
 def test_a_joiner_that_dies_while_joining_is_dropped():
-    world = World()
-    running(world, 2)
+    world, _ = started(2)
     c = world.agent("c").start().boot()
     c.die()
     assert (world.task().epoch.kind, members(world)) == ("fail", ["a/0#1", "b/0#1"])
@@ -39,8 +37,7 @@ def test_a_joiner_that_dies_while_joining_is_dropped():
 
 
 def test_a_candidate_that_dies_changes_nothing():
-    world = World()
-    running(world, 1)
+    world, _ = started(1)
     b = world.agent("b").start().launch()
     b.hello()
     b.die()
@@ -59,8 +56,7 @@ def test_a_founder_that_dies_before_the_first_go_leaves_an_init_epoch_of_the_oth
 
 
 def test_a_communication_error_without_a_death_renews_the_epoch_in_place():
-    world = World(comm_error_grace=0.5)
-    a, b = running(world, 2)
+    world, (a, b) = started(2, comm_error_grace=0.5)
     for agent in (a, b):
         agent.say(wire.CommError(worker=agent.worker(), epoch=1, error="reset"))
     assert world.names().count("comm_error") == 1
@@ -76,8 +72,7 @@ def test_a_communication_error_without_a_death_renews_the_epoch_in_place():
 
 
 def test_a_communication_error_is_explained_by_a_death():
-    world = World(comm_error_grace=0.5)
-    a, b = running(world, 2)
+    world, (a, b) = started(2, comm_error_grace=0.5)
     a.say(wire.CommError(worker=a.worker(), epoch=1, error="reset"))
     world.advance(0.1)
     b.die()
@@ -89,8 +84,7 @@ def test_a_communication_error_is_explained_by_a_death():
 
 @pytest.mark.parametrize("how", ["done", "exit", "bye"])
 def test_finished_members_do_not_change_the_epoch_and_the_last_one_ends_the_task(how):
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     standby = world.agent("s").start()
 
     def finish(agent):
@@ -187,8 +181,7 @@ def test_a_failure_before_the_last_epoch_is_not_the_tasks() -> None:
 
 
 def test_a_pending_epoch_goes_on_without_a_member_that_finished():
-    world = World()
-    a, b, c = running(world, 3)
+    world, (a, b, c) = started(3)
     c.die()
     a.say(wire.WorkerDone(worker=a.worker()))
     assert (world.task().number, members(world)) == (3, ["b/0#1"])
@@ -198,8 +191,7 @@ def test_a_pending_epoch_goes_on_without_a_member_that_finished():
 
 
 def test_nobody_joins_a_task_whose_end_has_begun():
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     a.say(wire.WorkerDone(worker=a.worker()))
     c = world.agent("c").start()
     assert not c.all(wire.Grant)
@@ -208,8 +200,7 @@ def test_nobody_joins_a_task_whose_end_has_begun():
 
 
 def test_when_no_member_survives_a_new_life_begins_from_the_newest_checkpoint():
-    world = World()
-    a, b = running(world, 2, nodes=(1, 4))
+    world, (a, b) = started(2, nodes=(1, 4))
     settle(world)
     candidate = world.agent("c").start().launch()
     candidate.hello()
@@ -240,8 +231,7 @@ def test_when_no_member_survives_a_new_life_begins_from_the_newest_checkpoint():
 
 
 def test_a_new_life_also_waits_for_min_nodes():
-    world = World()
-    a, b = running(world, 2, nodes=(2, 2))
+    world, (a, b) = started(2, nodes=(2, 2))
     a.die()
     b.die()
     a.rendezvous().boot()
@@ -251,8 +241,7 @@ def test_a_new_life_also_waits_for_min_nodes():
 
 
 def test_records_can_be_looked_up_by_others():
-    world = World()
-    a, b = running(world, 2)
+    _, (a, b) = started(2)
     a.say(wire.Record(key="k", value='{"x": 1}'))
     b.say(wire.Lookup(worker=b.worker(), key="k"))
     assert b.last(wire.LookupReply) == wire.LookupReply(worker="b/0#1", key="k", value='{"x": 1}')
@@ -261,8 +250,7 @@ def test_records_can_be_looked_up_by_others():
 
 
 def test_progress_is_shown_but_not_stored():
-    world = World()
-    a, _ = running(world, 2)
+    world, (a, _) = started(2)
     disk = dict(world.disk)
     a.say(wire.Progress(worker=a.worker(), step=17, metrics={"loss": 2.0}))
     assert world.task().workers["a/0#1"].step == 17
@@ -270,8 +258,7 @@ def test_progress_is_shown_but_not_stored():
 
 
 def test_strangers_are_fenced_but_not_those_that_end_well():
-    world = World()
-    a, b = running(world, 2)
+    _, (a, b) = started(2)
     old = b.worker()
     b.die()
     b.rendezvous().launch()
@@ -310,8 +297,7 @@ def replace_at_the_end(world: World, agent: FakeAgent) -> None:
 
 def test_a_worker_at_the_end_of_its_script_without_the_tasks_state_is_no_end_of_the_task():
     """It waits for the end of the task, and starts again with the others if no member survives."""
-    world = World(hold_timeout=1e6)
-    a, b = running(world, 2)
+    world, (a, b) = started(2, hold_timeout=1e6)
     replace_at_the_end(world, b)
     world.advance(2 * world.limits.watch.start_time)
     assert not b.all(wire.Inspect) and members(world) == ["a/0#1"]
@@ -326,8 +312,7 @@ def test_a_worker_at_the_end_of_its_script_without_the_tasks_state_is_no_end_of_
 
 
 def test_a_worker_that_waits_at_the_end_of_its_script_learns_of_the_tasks_end():
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     replace_at_the_end(world, b)
     a.exit()
     assert b.last(wire.TaskOver).succeeded

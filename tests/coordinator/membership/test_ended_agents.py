@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from coordinator.driver import World, members, running, settle
+from coordinator.driver import members, settle, started
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 
 
 def test_agents_known_to_be_dead_are_not_waited_for():
-    world = World(restart_grace=10)
-    running(world, 2)
+    world, _ = started(2, restart_grace=10)
     world.start()
     world.do(ev.AgentsEnded(agents=("a", "b")))
     assert not world.machine.tasks
@@ -18,8 +17,7 @@ def test_agents_known_to_be_dead_are_not_waited_for():
 
 
 def test_an_agent_that_dies_before_it_is_back_is_not_waited_for():
-    world = World(restart_grace=10)
-    a, _ = running(world, 2)
+    world, (a, _) = started(2, restart_grace=10)
     world.start()
     a.register()
     world.advance(1)
@@ -32,7 +30,6 @@ def test_an_agent_that_dies_before_it_is_back_is_not_waited_for():
 
 
 def test_word_of_an_ended_process_does_not_concern_a_connected_agent():
-    world = World()
-    running(world, 2)
+    world, _ = started(2)
     world.do(ev.AgentsEnded(agents=("a", "b")))
     assert members(world) == ["a/0#1", "b/0#1"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from coordinator.driver import World, members, running, settle
+from coordinator.driver import World, members, running, settle, started
 from coordinator.fake_agent import FakeAgent
 
 from unicron_lightning import wire
@@ -35,8 +35,7 @@ def offered(*agents: FakeAgent) -> list[int]:
 
 
 def test_a_version_is_complete_with_all_copies_and_offered_with_one_of_each_part() -> None:
-    world = World()
-    a, b = running(world, 2)
+    _, (a, b) = started(2)
     holds(a, copy(4, 0, copies=2), copy(4, 1, copies=2), copy(8, 0))
     assert not a.all(wire.StateComplete)
     holds(b, copy(4, 0, copies=2), copy(4, 1, copies=2))
@@ -49,8 +48,7 @@ def test_a_version_is_complete_with_all_copies_and_offered_with_one_of_each_part
 
 
 def test_a_newer_checkpoint_is_preferred() -> None:
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     holds(a, copy(4, 0), copy(4, 1), copy(8, 0), copy(8, 1))
     a.saved("/6", 6)
     assert offered(a, b) == [8]
@@ -58,8 +56,7 @@ def test_a_newer_checkpoint_is_preferred() -> None:
 
 
 def test_agents_repeat_their_copies_to_a_restarted_coordinator() -> None:
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     world.start()
     a.register(copies=(copy(4, 0),))
     b.register(copies=(copy(4, 1),))
@@ -68,8 +65,7 @@ def test_agents_repeat_their_copies_to_a_restarted_coordinator() -> None:
 
 def one_of_two_is_back() -> tuple[World, FakeAgent]:
     """Let both workers die, whose agents hold one part each, and start one again; return the agent of the other."""
-    world = World()
-    a, b = running(world, 2, nodes=(1, 2))
+    world, (a, b) = started(2, nodes=(1, 2))
     holds(a, copy(4, 0))
     holds(b, copy(4, 1))
     a.die()
@@ -93,8 +89,7 @@ def test_founders_do_not_wait_for_ever() -> None:
 
 
 def test_founders_wait_for_digests() -> None:
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     holds(a, copy(4, 0), copy(8, 0, digested=False))
     holds(b, copy(4, 1), copy(8, 1))
     assert offered(a, b) == [] and not members(world)
@@ -105,8 +100,7 @@ def test_founders_wait_for_digests() -> None:
 
 
 def test_without_digests_an_older_version_is_offered() -> None:
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     holds(a, copy(4, 0), copy(8, 0, digested=False))
     holds(b, copy(4, 1), copy(8, 1))
     assert offered(a, b) == []
@@ -129,8 +123,7 @@ def partners(world: World) -> dict[str, str]:
 
 
 def test_no_rack_is_its_own_partner_in_any_epoch() -> None:
-    world = World()
-    world.nodes = (1, 5)
+    world = World(nodes=(1, 5))
     agents = [world.agent(name) for name in "abcde"]
     for agent, rack in zip(agents, ("r", "r", "s", "s", None), strict=True):
         agent.rack = rack

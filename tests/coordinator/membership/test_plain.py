@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from coordinator.driver import World
+from typing import Any
+
+from coordinator.driver import FakeAgent, World
 
 from unicron_lightning import wire
 
 
-def plain(world: World, count: int, nodes: tuple[int, int] = (1, 4)):
+def plain(count: int, most: int = 4, **limits: Any) -> tuple[World, list[FakeAgent]]:
     """Create agents with (plain) workers started, and evidence that the script is plain."""
-    world.nodes = (count, nodes[1])
+    world = World(nodes=(count, most), **limits)
     agents = [world.agent(name).start() for name in "abcdefgh"[:count]]
     for agent in agents:
         agent.launch()
     agents[0].say(wire.StoreUsed(round=agents[0].round))
-    return agents
+    return world, agents
 
 
 def test_a_join_restarts_all_with_fresh_ranks_and_the_store_of_rank_0():
-    world = World()
-    a, b = plain(world, 2)
+    world, (a, b) = plain(2)
     c = world.agent("c").start()
     assert not c.all(wire.Grant)
     assert [len(agent.all(wire.Stop)) for agent in (a, b, c)] == [1, 1, 0]
@@ -39,8 +40,7 @@ def test_a_join_restarts_all_with_fresh_ranks_and_the_store_of_rank_0():
 
 
 def test_a_failed_worker_restarts_all():
-    world = World()
-    a, b = plain(world, 2)
+    world, (a, b) = plain(2)
     a.die(code=1)
     assert world.event("worker_died").incident == "i1"
     assert not b.all(wire.Stop)
@@ -55,8 +55,7 @@ def test_a_failed_worker_restarts_all():
 
 
 def test_a_lost_agent_restarts_the_others_once_min_nodes_are_there():
-    world = World()
-    a, b = plain(world, 2)
+    world, (a, b) = plain(2)
     b.drop()
     world.advance(1)
     assert len(a.all(wire.Stop)) == 1
@@ -85,8 +84,7 @@ def test_a_change_before_the_evidence_is_granted_and_made_up_for_later():
 
 
 def test_a_surplus_agent_stands_by_without_disturbing_and_replaces_a_lost_one():
-    world = World()
-    a, b = plain(world, 2, nodes=(2, 2))
+    world, (a, b) = plain(2, most=2)
     standby = world.agent("s").start()
     assert not a.all(wire.Stop)
     b.drop()
@@ -96,8 +94,7 @@ def test_a_surplus_agent_stands_by_without_disturbing_and_replaces_a_lost_one():
 
 
 def test_the_task_ends_when_all_agents_succeeded():
-    world = World()
-    a, b = plain(world, 2, nodes=(2, 2))
+    world, (a, b) = plain(2, most=2)
     standby = world.agent("s").start()
     a.exit()
     a.bye(succeeded=True)
@@ -114,8 +111,7 @@ def test_the_task_ends_when_all_agents_succeeded():
 
 
 def test_a_failure_after_others_have_finished_is_a_failure():
-    world = World()
-    a, b = plain(world, 2)
+    _, (a, b) = plain(2)
     a.exit()
     a.bye(succeeded=True)
     b.die(code=1)
@@ -124,16 +120,15 @@ def test_a_failure_after_others_have_finished_is_a_failure():
 
 
 def test_the_task_ends_when_all_agents_have_left():
-    world = World()
-    for agent in plain(world, 2):
+    world, agents = plain(2)
+    for agent in agents:
         agent.bye(succeeded=False)
     assert "t" not in world.machine.tasks
     assert world.event("task_over").fields["succeeded"] is False
 
 
 def test_a_stop_missed_during_a_short_disconnection_is_said_again():
-    world = World()
-    a, b = plain(world, 2)
+    world, (a, b) = plain(2)
     b.drop()
     world.agent("c").start()
     assert not b.all(wire.Stop)
@@ -145,8 +140,7 @@ def test_a_stop_missed_during_a_short_disconnection_is_said_again():
 
 
 def test_a_hello_makes_the_task_elastic_whatever_was_seen_before():
-    world = World()
-    a, _ = plain(world, 2)
+    world, (a, _) = plain(2)
     a.hello()
     c = world.agent("c").start()
     assert c.all(wire.Grant)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from coordinator.driver import FakeAgent, World, members, running, settle
+from coordinator.driver import FakeAgent, World, members, settle, started
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.membership import epochs
@@ -37,8 +37,7 @@ def fences(agent: FakeAgent) -> list[str]:
 )
 def test_a_joiner_in_the_holders_epoch_stays_in_it(operation: str, stepped: bool, stays: bool) -> None:
     """It may have been given the state since it reported that it had none, and have finished micro-batches."""
-    world = World(restart_grace=10)
-    a, b = running(world, 2)
+    world, (a, b) = started(2, restart_grace=10)
     forgotten(world)
     told(a, 1, has_state=True, operation=operation)
     told(b, 1, has_state=False)
@@ -54,8 +53,7 @@ def test_a_joiner_in_the_holders_epoch_stays_in_it(operation: str, stepped: bool
 
 def test_a_holder_counts_though_joiners_have_seen_a_newer_epoch() -> None:
     """The members train in epoch 1; a joiner waits for them in epoch 2, which their agents have not received."""
-    world = World(restart_grace=10)
-    a, b = running(world, 2)
+    world, (a, b) = started(2, restart_grace=10)
     forgotten(world)
     told(b, 2, has_state=False)
     for agent in (b, a):
@@ -69,8 +67,7 @@ def test_a_holder_counts_though_joiners_have_seen_a_newer_epoch() -> None:
 
 def test_a_worker_of_an_older_epoch_is_fenced() -> None:
     """The others have continued without it, and may have computed its micro-batches again."""
-    world = World(restart_grace=10)
-    a, b = running(world, 2)
+    world, (a, b) = started(2, restart_grace=10)
     forgotten(world)
     told(a, 2, has_state=True)
     for agent in (a, b):
@@ -82,8 +79,7 @@ def test_a_worker_of_an_older_epoch_is_fenced() -> None:
 
 def test_a_worker_that_reports_too_late_is_fenced() -> None:
     """It was in a long micro-batch, which the others have computed again."""
-    world = World(restart_grace=10)
-    a, b = running(world, 2)
+    world, (a, b) = started(2, restart_grace=10)
     report = b.workers[b.worker()].ready
     forgotten(world)
     b.workers[b.worker()] = msgspec.structs.replace(b.workers[b.worker()], ready=None)
@@ -102,8 +98,7 @@ def test_a_worker_that_reports_too_late_is_fenced() -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_members_of_an_epoch_that_was_open_stay(late: bool) -> None:
     """A third member has died; one has stopped for the next epoch, and one still computes when it registers."""
-    world = World(restart_grace=10, recovery_time=300)
-    a, b, c = running(world, 3, nodes=(1, 4))
+    world, (a, b, c) = started(3, nodes=(1, 4), restart_grace=10, recovery_time=300)
     c.die()
     a.ready(2, step=5)
     forgotten(world)
@@ -123,8 +118,7 @@ def test_members_of_an_epoch_that_was_open_stay(late: bool) -> None:
 
 
 def test_a_member_that_never_stops_is_left_behind() -> None:
-    world = World(restart_grace=10, recovery_time=100)
-    a, b = running(world, 2)
+    world, (a, b) = started(2, restart_grace=10, recovery_time=100)
     a.ready(2, step=5)
     forgotten(world)
     b.workers[b.worker()] = msgspec.structs.replace(b.workers[b.worker()], ready=None, member=True)

@@ -167,8 +167,7 @@ def test_the_least_number_of_nodes_is_kept(nodes: tuple[int, int], target: int |
 
 
 def test_an_agent_of_several_workers_takes_more_than_one_to_a_replica() -> None:
-    world = World()
-    world.nodes = (1, 4)
+    world = World(nodes=(1, 4))
     for size, granularity, nodes in ((1, 4, 4), (2, 4, 2), (4, 4, 1), (8, 4, 1)):
         agent = world.agent(f"a{size}", task=f"t{size}", size=size)
         agent.granularity = granularity

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from coordinator.driver import World, members, running, settle
+from coordinator.driver import World, members, restart, settle, started
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -20,8 +20,7 @@ from unicron_lightning.coordinator.events import TimerKey
     ],
 )
 def test_refusals_quote_what_was_given(changes, words):
-    world = World()
-    running(world, 2)
+    world, _ = started(2)
     b = world.agent("b").register(**changes)
     assert words in b.last(wire.Refused).reason
     assert b.conn is None
@@ -38,15 +37,13 @@ def test_the_first_message_must_be_register():
 
 
 def test_a_connection_cannot_change_its_agent():
-    world = World()
-    a, _ = running(world, 2)
+    _, (a, _) = started(2)
     a.say(wire.Register(**{**_fields(a), "agent": "z"}))
     assert "another agent" in a.last(wire.Refused).reason
 
 
 def test_an_agents_id_cannot_be_taken_over():
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     false = world.agent("a").register(secret="0" * 32, round=1, granted=True, store=a.store)
     assert "agent 'a' has registered before, with another secret" in false.last(wire.Refused).reason
     assert false.conn is None
@@ -69,8 +66,7 @@ def test_the_secret_of_an_agent_is_kept_as_a_digest():
 
 
 def test_only_workers_that_train_tell_of_checkpoints():
-    world = World()
-    a, _ = running(world, 2)
+    world, (a, _) = started(2)
     c = world.agent("c").start().launch()
     c.hello()
     a.saved("/theirs", 3)
@@ -80,8 +76,7 @@ def test_only_workers_that_train_tell_of_checkpoints():
 
 
 def test_back_in_time_nothing_has_happened():
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     before = list(world.events)
     b.drop()
     b.register()
@@ -93,8 +88,7 @@ def test_back_in_time_nothing_has_happened():
 
 
 def test_a_newer_connection_replaces_the_older_one():
-    world = World()
-    _, b = running(world, 2)
+    world, (_, b) = started(2)
     old = b.conn
     b.register()
     assert old not in world.agents
@@ -104,8 +98,7 @@ def test_a_newer_connection_replaces_the_older_one():
 
 
 def test_messages_missed_while_away_are_sent_again():
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     b.drop()
     a.say(wire.CommError(worker=a.worker(), epoch=1, error="x"))
     world.timers.pop(TimerKey("lost", "t", "b"))
@@ -165,8 +158,7 @@ def test_a_hello_said_while_away_counts():
 
 
 def test_a_worker_no_longer_named_is_dead_unless_the_agent_explains():
-    world = World()
-    _, b = running(world, 2)
+    world, (_, b) = started(2)
     b.drop()
     b.workers.clear()
     b.register()
@@ -178,8 +170,7 @@ def test_a_worker_no_longer_named_is_dead_unless_the_agent_explains():
 
 
 def test_a_worker_no_longer_named_and_not_explained_is_dead():
-    world = World()
-    running(world, 2)
+    world, _ = started(2)
     _, b = world.agents.values()
     b.drop()
     b.workers.clear()
@@ -190,8 +181,7 @@ def test_a_worker_no_longer_named_and_not_explained_is_dead():
 
 
 def test_a_rendezvous_begun_while_away_counts():
-    world = World()
-    _, b = running(world, 2)
+    world, (_, b) = started(2)
     b.drop()
     b.rendezvous()
     b.register()
@@ -200,8 +190,7 @@ def test_a_rendezvous_begun_while_away_counts():
 
 
 def test_back_too_late_old_workers_are_fenced_and_the_slot_is_asked_for_again():
-    world = World()
-    _, b = running(world, 2)
+    world, (_, b) = started(2)
     b.drop()
     world.advance(1)
     assert members(world) == ["a/0#1"]
@@ -214,8 +203,7 @@ def test_back_too_late_old_workers_are_fenced_and_the_slot_is_asked_for_again():
 
 
 def test_all_agents_lost_are_waited_for_and_start_a_new_life():
-    world = World(restart_grace=10)
-    a, b = running(world, 2)
+    world, (a, b) = started(2, restart_grace=10)
     a.saved("/c", 3)
     a.drop()
     b.drop()
@@ -233,8 +221,7 @@ def test_all_agents_lost_are_waited_for_and_start_a_new_life():
 
 
 def test_all_agents_lost_for_good_end_the_task():
-    world = World(restart_grace=10)
-    agents = running(world, 2)
+    world, agents = started(2, restart_grace=10)
     agents[0].saved("/c", 4)
     for agent in agents:
         agent.drop()
@@ -246,8 +233,7 @@ def test_all_agents_lost_for_good_end_the_task():
 
 
 def test_a_restarted_coordinator_goes_on():
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     world.start()
     assert world.event("coordinator_restored").fields == {"tasks": ["t"]}
     world.advance(1)
@@ -262,8 +248,7 @@ def test_a_restarted_coordinator_goes_on():
 
 
 def test_a_restarted_coordinator_settles_the_pending_epoch():
-    world = World()
-    a, b, c = running(world, 3)
+    world, (a, b, c) = started(3)
     c.die()
     a.ready(2)
     world.start()
@@ -275,8 +260,7 @@ def test_a_restarted_coordinator_settles_the_pending_epoch():
 
 
 def test_a_restarted_coordinator_hears_of_deaths_meanwhile():
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     world.start()
     b.workers.clear()
     a.register()
@@ -287,8 +271,7 @@ def test_a_restarted_coordinator_hears_of_deaths_meanwhile():
 
 
 def test_agents_that_do_not_return_to_a_restarted_coordinator_are_lost():
-    world = World(restart_grace=10)
-    a, _ = running(world, 2)
+    world, (a, _) = started(2, restart_grace=10)
     world.start()
     a.register()
     world.advance(9)
@@ -299,19 +282,15 @@ def test_agents_that_do_not_return_to_a_restarted_coordinator_are_lost():
 
 
 def test_a_restarted_coordinator_renews_the_epoch_of_a_communication_error():
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     a.say(wire.CommError(worker=a.worker(), epoch=1, error="x"))
-    world.start()
-    a.register()
-    b.register()
+    restart(world, a, b)
     world.advance(1)
     assert world.task().number == 2
 
 
 def test_new_agents_continue_a_task_to_which_nobody_returns():
-    world = World(restart_grace=10)
-    a, _ = running(world, 2)
+    world, (a, _) = started(2, restart_grace=10)
     a.saved("/c", 4)
     world.start()
     x, y = (world.agent(name, nodes=(1, 2)).register() for name in "xy")
@@ -326,8 +305,7 @@ def test_new_agents_continue_a_task_to_which_nobody_returns():
 
 
 def test_without_agents_a_task_to_which_nobody_returns_is_over():
-    world = World(restart_grace=10)
-    running(world, 2)
+    world, _ = started(2, restart_grace=10)
     world.start()
     x = world.agent("x", nodes=(1, 2)).register()
     x.drop()
@@ -336,8 +314,7 @@ def test_without_agents_a_task_to_which_nobody_returns_is_over():
 
 
 def test_new_agents_of_a_restored_task_are_taken_in_when_an_old_one_returns():
-    world = World(restart_grace=10)
-    a, _ = running(world, 2)
+    world, (a, _) = started(2, restart_grace=10)
     world.start()
     x = world.agent("x").start()
     assert not x.all(wire.Registered)
@@ -346,8 +323,7 @@ def test_new_agents_of_a_restored_task_are_taken_in_when_an_old_one_returns():
 
 
 def test_ended_tasks_do_not_come_back():
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     a.exit()
     b.exit()
     assert world.task().over is True
@@ -358,8 +334,7 @@ def test_ended_tasks_do_not_come_back():
 
 
 def test_agents_of_the_next_run_wait_until_the_ended_task_is_left():
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     a.exit()
     b.exit()
     x = world.agent("x", nodes=(1, 1)).start()
@@ -371,15 +346,12 @@ def test_agents_of_the_next_run_wait_until_the_ended_task_is_left():
 
 
 def test_a_coordinator_without_its_store_rebuilds_the_task_from_the_agents():
-    world = World(restart_grace=10)
-    a, b = running(world, 2)
+    world, (a, b) = started(2, restart_grace=10)
     joiner = world.agent("c").start().launch()
     joiner.hello()
     world.disk.clear()
     world.oracles["t"].goes.clear()
-    world.start()
-    for agent in (b, a, joiner):
-        agent.register()
+    restart(world, b, a, joiner)
     joiner.ready(0)
     new = world.agent("n").start()
     assert not new.all(wire.Grant), "who has not told yet may hold the slot"
@@ -424,8 +396,7 @@ def _fields(agent):
 
 
 def test_agents_that_are_lost_together_lead_to_one_epoch():
-    world = World()
-    a, b, c, d = running(world, 4)
+    world, (a, b, c, d) = started(4)
     for agent in (b, d):
         agent.drop()
     world.advance(world.limits.reconnect_grace)

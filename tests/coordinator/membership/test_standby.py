@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from coordinator.driver import FakeAgent, World, members, running, settle
+from coordinator.driver import FakeAgent, World, members, restart, running, settle, started
 from rich.console import Console
 
 from unicron_lightning import wire
@@ -16,8 +16,7 @@ from unicron_lightning.coordinator.api.status import task_status
 
 def spared(count: int = 1, **limits: float) -> tuple[World, FakeAgent, FakeAgent, list[FakeAgent]]:
     """Two agents train, the maximum; this many others are warm."""
-    world = World(warm_standby=True, **limits)
-    a, b = running(world, 2, nodes=(1, 2))
+    world, (a, b) = started(2, nodes=(1, 2), warm_standby=True, **limits)
     if not world.task().settled:
         settle(world)
     assert members(world) == ["a/0#1", "b/0#1"]
@@ -128,8 +127,7 @@ def test_one_that_gets_a_slot_before_it_has_seen_that_it_is_to_be_warm_is_told_i
 
 
 def test_all_workers_of_the_agent_must_be_warm_for_a_slot_to_be_passed_on():
-    world = World(warm_standby=True)
-    running(world, 1, nodes=(1, 1), size=2)
+    world, _ = started(1, nodes=(1, 1), size=2, warm_standby=True)
     s = world.agent("s", size=2).start().launch()
     s.hello(0)
     world.agents[1].die()
@@ -140,8 +138,7 @@ def test_all_workers_of_the_agent_must_be_warm_for_a_slot_to_be_passed_on():
 
 
 def test_a_plain_script_is_never_started_warm():
-    world = World(warm_standby=True)
-    world.nodes = (1, 1)
+    world = World(nodes=(1, 1), warm_standby=True)
     a = world.agent("a").start().launch()
     s = world.agent("s").start()
     a.say(wire.StoreUsed(round=1))
@@ -149,8 +146,7 @@ def test_a_plain_script_is_never_started_warm():
 
 
 def test_stand_bys_become_warm_when_the_first_worker_says_hello():
-    world = World(warm_standby=True)
-    world.nodes = (1, 1)
+    world = World(nodes=(1, 1), warm_standby=True)
     a = world.agent("a").start().launch()
     s = world.agent("s").start()
     assert not s.warm
@@ -159,8 +155,7 @@ def test_stand_bys_become_warm_when_the_first_worker_says_hello():
 
 
 def test_not_unless_it_is_wanted():
-    world = World()
-    running(world, 1, nodes=(1, 1))
+    world, _ = started(1, nodes=(1, 1))
     assert not world.agent("s").start().all(wire.Grant)
 
 
@@ -233,7 +228,7 @@ def test_a_warm_agents_end_ends_nothing(succeeded):
 
 
 def test_the_tasks_end_is_told_to_them():
-    _world, a, b, (s,) = spared()
+    _, a, b, (s,) = spared()
     for agent in (a, b):
         agent.exit()
     assert s.last(wire.TaskOver).succeeded
@@ -274,9 +269,7 @@ def test_the_status_tells_who_is_warm():
 
 def test_a_restarted_coordinator_knows_who_is_warm():
     world, a, b, (s,) = spared()
-    world.start()
-    for agent in (a, b, s):
-        agent.register()
+    restart(world, a, b, s)
     assert s.warm and world.task().agents["s"].all_warm
     b.die()
     assert s.granted and s.all(wire.Welcome)
@@ -334,9 +327,7 @@ def test_a_coordinator_without_memory_learns_of_it():
     a.ready(world.task().number)
     b.ready(world.task().number)
     world.lose_disk()
-    world.start()
-    for agent in (s, a, b):
-        agent.register()
+    restart(world, s, a, b)
     assert world.task().rebuilding and world.task().agents["s"].all_warm
     world.advance(11)
     assert (world.task().epoch.kind, members(world)) == ("fail", ["a/0#1", "b/0#1"])
@@ -349,9 +340,7 @@ def test_nor_is_one_forgotten_that_waits_for_its_ranks():
     a.launch()
     assert a.without_ranks, "b has not told of its workers"
     world.lose_disk()
-    world.start()
-    a.register()
-    b.register()
+    restart(world, a, b)
     assert a.without_ranks
     b.launch()
     world.advance(11)
@@ -360,7 +349,7 @@ def test_nor_is_one_forgotten_that_waits_for_its_ranks():
 
 
 def test_one_cooled_while_it_was_away_hears_of_it():
-    _world, _, _, (s,) = spared(reconnect_grace=30)
+    _, _, _, (s,) = spared(reconnect_grace=30)
     s.drop()
     s.drain()
     s.register()

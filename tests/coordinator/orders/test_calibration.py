@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from coordinator.allocation.test_plans import crowd, exclusive, settle
-from coordinator.driver import FakeAgent, World
+from coordinator.driver import FakeAgent, World, restart
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -52,8 +52,7 @@ def is_free(world: World, task: str = "a") -> bool:
 
 
 def test_each_size_is_measured_and_then_the_plan_is_free_again() -> None:
-    world = World()
-    agents = crowd(world, 4, a=(1, 4), b=(1, 4))
+    world, agents = crowd(4, a=(1, 4), b=(1, 4))
     assert dict(world.machine.lasting.allocation) == {"a": 2, "b": 2}
     calibrate(world, 3, 1)
     for nodes, seconds in ((3, 1.0), (1, 2.0)):
@@ -76,8 +75,7 @@ def test_each_size_is_measured_and_then_the_plan_is_free_again() -> None:
 
 
 def test_an_earlier_measurement_of_a_size_is_replaced() -> None:
-    world = World()
-    agents = crowd(world, 2, a=(1, 2))
+    world, agents = crowd(2, a=(1, 2))
     train(world, agents, number=30)
     assert world.task("a").measured.speeds[2].seconds == 1.0
     calibrate(world, 1)
@@ -91,8 +89,7 @@ def test_an_earlier_measurement_of_a_size_is_replaced() -> None:
 
 
 def test_a_size_that_is_not_reached_is_skipped_with_its_reason() -> None:
-    world = World()
-    agents = crowd(world, 3, a=(1, 3), b=(1, 3))
+    world, agents = crowd(3, a=(1, 3), b=(1, 3))
     calibrate(world, 2, 1)
     agents["b"][2].die()
     agents["a"][2].drop()
@@ -107,8 +104,7 @@ def test_a_size_that_is_not_reached_is_skipped_with_its_reason() -> None:
 
 
 def test_orders_are_refused_in_words() -> None:
-    world = World()
-    agents = crowd(world, 4, a=(1, 4), b=(2, 4))
+    world, agents = crowd(4, a=(1, 4), b=(2, 4))
     cluster, task = world.machine.cluster, world.task("a")
     assert sizes_of(cluster, task) == [1, 2], "two places are left to the other task"
     for sizes, words in (
@@ -131,8 +127,7 @@ def test_orders_are_refused_in_words() -> None:
 
 
 def test_a_task_of_an_earlier_version_has_no_calibration() -> None:
-    world = World()
-    crowd(world, 1, a=(1, 1))
+    world, _ = crowd(1, a=(1, 1))
     stored = encode(world.task("a"))
     assert b'"calibration":null' in stored
     assert decode_task(stored.replace(b'"calibration":null,', b"")) == world.task("a")
@@ -140,16 +135,13 @@ def test_a_task_of_an_earlier_version_has_no_calibration() -> None:
 
 @pytest.mark.parametrize("target", [None, 2])
 def test_the_operators_size_is_in_force_again(target: int | None) -> None:
-    world = World()
-    agents = crowd(world, 3, a=(1, 3))
+    world, agents = crowd(3, a=(1, 3))
     world.do(ev.Resize(task="a", nodes=target))
     calibrate(world, 1, 3)
     settle(world, agents)
     train(world, agents)
     peers = list(agents["a"].values())
-    world.start()
-    for agent in peers:
-        agent.register()
+    restart(world, *peers)
     assert shown(world.task("a")) == "calibration at 3 nodes", "the coordinator remembers"
     settle(world, agents)
     train(world, agents)
@@ -163,8 +155,7 @@ OPS = st.sampled_from(["train", "train", "settle", "dies", "restart", "resize", 
 @examples(max_examples=60, deadline=None)
 def test_nothing_stays_behind(history: list[str], sizes: list[int]) -> None:
     """After any history the calibration ends by itself, and the operator's last size is in force."""
-    world = World()
-    agents = crowd(world, 4, a=(1, 3), b=(1, 4))
+    world, agents = crowd(4, a=(1, 3), b=(1, 4))
     target: int | None = None
     calibrate(world, *sizes)
     for op in history:
@@ -179,9 +170,7 @@ def test_nothing_stays_behind(history: list[str], sizes: list[int]) -> None:
                     alive[0].die()
             case "restart":
                 peers = [each for of in agents.values() for each in of.values() if each.conn is not None]
-                world.start()
-                for agent in peers:
-                    agent.register()
+                restart(world, *peers)
             case "resize" | "free":
                 target = 2 if op == "resize" else None
                 world.do(ev.Resize(task="a", nodes=target))

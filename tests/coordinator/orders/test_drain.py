@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from coordinator.driver import FakeAgent, World, members, running, settle
+from coordinator.driver import FakeAgent, World, members, restart, settle, started
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -11,8 +11,7 @@ from unicron_lightning.coordinator import events as ev
 
 def three(**limits: float) -> tuple[World, list[FakeAgent]]:
     """Create three members in epoch 2; one node would suffice."""
-    world = World(**limits)
-    world.nodes = (1, 3)
+    world = World(nodes=(1, 3), **limits)
     agents = [world.agent(name).start().launch() for name in "abc"]
     for agent in agents:
         agent.hello()
@@ -52,8 +51,7 @@ def test_a_drained_agent_stands_by_until_its_node_is_undrained():
 
 
 def test_nobody_leaves_below_the_minimum_until_others_have_joined():
-    world = World()
-    a, b = running(world, 2, nodes=(2, 2))
+    world, (a, b) = started(2, nodes=(2, 2))
     b.drain()
     assert world.task().number == 1
     c = world.agent("c").start()
@@ -128,9 +126,7 @@ def test_an_agent_that_was_away_hears_of_it_when_it_is_back():
 def test_a_restarted_coordinator_knows_what_is_drained():
     world, agents = three()
     agents[1].drain()
-    world.start()
-    for agent in agents:
-        agent.register()
+    restart(world, *agents)
     assert world.machine.drained == ["node-b"]
     assert world.task().epoch.kind == "leave"
     settle(world)
@@ -138,8 +134,7 @@ def test_a_restarted_coordinator_knows_what_is_drained():
 
 
 def test_a_plain_script_is_restarted_without_the_drained_node():
-    world = World()
-    world.nodes = (1, 3)
+    world = World(nodes=(1, 3))
     agents = [world.agent(name).start() for name in "abc"]
     for agent in agents:  # b and c came after the first grant: once the script is known to be plain, all restart
         agent.launch()
@@ -215,16 +210,13 @@ def test_a_wish_outlives_the_coordinator():
     world, agents = three()
     world.do(ev.Resize(task="t", nodes=2))
     settle(world)
-    world.start()
-    for agent in agents:
-        agent.register()
+    restart(world, *agents)
     agents[2].rendezvous()
     assert world.task().target == 2 and agents[2].waiting
 
 
 def test_those_that_were_to_leave_go_on_if_all_others_die():
-    world = World()
-    world.nodes = (1, 2)
+    world = World(nodes=(1, 2))
     a, b = (world.agent(name, size=2).start() for name in "ab")
     for agent in (a, b):
         agent.boot()
@@ -249,8 +241,7 @@ def test_the_end_waits_for_one_that_was_to_leave():
 
 
 def test_a_joiner_that_can_use_less_does_not_drive_members_out():
-    world = World()
-    running(world, 3, nodes=(1, 4))
+    world, _ = started(3, nodes=(1, 4))
     while not world.task().settled or len(members(world)) < 3:
         settle(world)
     number = world.task().number

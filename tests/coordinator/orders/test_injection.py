@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator.driver import World, running
+from coordinator.driver import World, restart, running
 from coordinator.shell import Coordinator
 
 from unicron_lightning import wire
@@ -94,9 +94,7 @@ def test_an_order_that_cannot_be_carried_out_is_refused(words: str, reason: str)
 
 def test_an_order_for_an_agent_that_is_away_is_refused_instead_of_lost() -> None:
     world, (a, _, c) = three()
-    world.start()
-    for agent in (a, c):
-        agent.register()
+    restart(world, a, c)
     for words in ("kill rank=1", "kill agent node=node-b"):
         refused = injection.refusal(world.task(), ev.InjectFault(task="t", fault=parse(words), draw=0.0))
         assert refused is not None and "1 on node-b, whose agent is away, 2 on node-c" in refused
@@ -129,9 +127,7 @@ def test_a_fault_strikes_as_often_as_it_may_whoever_asks() -> None:
 def test_what_has_struck_is_known_to_a_restarted_coordinator() -> None:
     world, (a, b, c) = three()
     assert due(b, "first").strikes
-    world.start()
-    for agent in (a, b, c):
-        agent.register()
+    restart(world, a, b, c)
     assert not due(a, "second").strikes
 
 

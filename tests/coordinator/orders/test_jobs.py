@@ -47,6 +47,21 @@ def runs(world: World, daemon: FakeDaemon, name: str, slot: str, nodes: tuple[in
     return agent
 
 
+def ordered(*slots: str, **fields: Any) -> tuple[World, FakeDaemon]:
+    """A daemon that is ordered to run the only job."""
+    world = World()
+    daemon = FakeDaemon(world, "n", *(slots or ("0",))).connect()
+    submit(world, "j", **fields)
+    world.advance(1.0)
+    return world, daemon
+
+
+def running_job() -> tuple[World, FakeDaemon, FakeAgent]:
+    """The same, once the job trains there."""
+    world, daemon = ordered()
+    return world, daemon, runs(world, daemon, "j", "0")
+
+
 def test_a_job_runs_where_a_daemon_is_and_ends_well():
     world = World()
     submit(world, "j")
@@ -100,11 +115,7 @@ def test_what_was_launched_stands_by_until_the_job_is_over():
 
 
 def test_cancel_ends_a_job_and_tells_its_agents():
-    world = World()
-    daemon = FakeDaemon(world, "n", "0").connect()
-    submit(world, "j")
-    world.advance(1.0)
-    agent = runs(world, daemon, "j", "0")
+    world, daemon, agent = running_job()
     world.do(ev.Cancel(task="j"))
     assert agent.last(wire.TaskOver).succeeded is False
     assert (status(world, "j"), daemon.wanted) == ("cancelled", [])
@@ -125,11 +136,7 @@ def test_cancel_ends_a_task_that_nobody_submitted():
 
 
 def test_a_job_is_queued_again_when_its_only_node_is_lost():
-    world = World()
-    daemon = FakeDaemon(world, "n", "0").connect()
-    submit(world, "j")
-    world.advance(1.0)
-    agent = runs(world, daemon, "j", "0")
+    world, daemon, agent = running_job()
     daemon.drop()
     agent.drop()
     world.advance(100.0)
@@ -144,10 +151,7 @@ def test_a_job_is_queued_again_when_its_only_node_is_lost():
 
 
 def test_a_job_that_torchrun_gave_up_has_failed():
-    world = World()
-    daemon = FakeDaemon(world, "n", "0", "1").connect()
-    submit(world, "j", nodes=(1, 2))
-    world.advance(1.0)
+    world, daemon = ordered("0", "1", nodes=(1, 2))
     first = runs(world, daemon, "j", "0", (1, 2))
     second = runs(world, daemon, "j", "1", (1, 2))
     first.die(code=1, cause="exit")
@@ -163,10 +167,7 @@ def test_a_job_that_torchrun_gave_up_has_failed():
 
 
 def test_the_reason_why_a_job_could_not_be_started_is_that_of_its_failure():
-    world = World()
-    daemon = FakeDaemon(world, "n", "0").connect()
-    submit(world, "j")
-    world.advance(1.0)
+    world, daemon = ordered()
     (launch,) = daemon.launches
     failed = NodeTask(job=launch.job, slot="0", starts=1, code=127, reason="can't be started: no such folder")
     daemon.runs["j", "0"] = failed
@@ -177,12 +178,8 @@ def test_the_reason_why_a_job_could_not_be_started_is_that_of_its_failure():
 
 
 def test_a_job_that_ended_well_while_the_coordinator_was_away_has_succeeded():
-    world = World()
-    daemon = FakeDaemon(world, "n", "0").connect()
-    submit(world, "j")
+    world, daemon, _ = running_job()
     submit(world, "waits")
-    world.advance(1.0)
-    runs(world, daemon, "j", "0")
     world.start()
     daemon.connect()
     daemon.ends("j", "0", 0)
@@ -193,10 +190,7 @@ def test_a_job_that_ended_well_while_the_coordinator_was_away_has_succeeded():
 
 
 def test_a_job_whose_torchrun_was_killed_is_not_given_up():
-    world = World()
-    daemon = FakeDaemon(world, "n", "0").connect()
-    submit(world, "j")
-    world.advance(1.0)
+    world, daemon = ordered()
     runs(world, daemon, "j", "0").drop()
     daemon.ends("j", "0", -9)
     world.advance(60.0)
@@ -204,12 +198,8 @@ def test_a_job_whose_torchrun_was_killed_is_not_given_up():
 
 
 def test_a_restarted_coordinator_goes_on():
-    world = World()
-    daemon = FakeDaemon(world, "n", "0").connect()
-    submit(world, "j")
+    world, daemon, agent = running_job()
     submit(world, "waits")
-    world.advance(1.0)
-    agent = runs(world, daemon, "j", "0")
     number = world.task("j").number
     world.start()
     daemon.connect()
@@ -230,10 +220,7 @@ def test_daemons_that_stay_away_after_a_restart_are_lost():
 
 
 def test_a_coordinator_that_lost_its_store_hears_of_jobs_from_daemons():
-    world = World()
-    daemon = FakeDaemon(world, "n", "0").connect()
-    submit(world, "j")
-    world.advance(1.0)
+    world, daemon = ordered()
     daemon.obey()
     world.lose_disk()
     world.start()
@@ -244,10 +231,7 @@ def test_a_coordinator_that_lost_its_store_hears_of_jobs_from_daemons():
 
 
 def test_a_job_that_ended_while_the_daemon_was_away_is_stopped_there():
-    world = World()
-    daemon = FakeDaemon(world, "n", "0").connect()
-    submit(world, "j")
-    world.advance(1.0)
+    world, daemon = ordered()
     daemon.obey()
     daemon.drop()
     world.advance(AWAY)
@@ -262,10 +246,7 @@ def test_a_job_that_ended_while_the_daemon_was_away_is_stopped_there():
 
 @pytest.mark.parametrize("again", [False, True])
 def test_an_agent_that_starts_after_its_job_s_end_begins_nothing(again: bool):
-    world = World()
-    daemon = FakeDaemon(world, "n", "0", "1").connect()
-    submit(world, "j", nodes=(1, 2))
-    world.advance(1.0)
+    world, daemon = ordered("0", "1", nodes=(1, 2))
     agent = runs(world, daemon, "j", "0", (1, 2))
     agent.exit()
     agent.bye(succeeded=True)
@@ -293,28 +274,20 @@ def test_of_two_daemons_with_one_label_the_newer_stays():
     assert new.conn is None, "the same daemon's older connection is closed"
 
 
-def test_nothing_is_launched_on_a_drained_node():
+@pytest.mark.parametrize("cordoned", [False, True])
+def test_nothing_is_launched_on_a_drained_or_cordoned_node(cordoned: bool):
     world = World()
+    if cordoned:
+        world.machine.lasting.cordoned["n"] = "it fails again and again"
     daemon = FakeDaemon(world, "n", "0").connect()
-    world.do(ev.Drain(node="n", drained=True))
+    if not cordoned:
+        world.do(ev.Drain(node="n", drained=True))
     submit(world, "j")
     world.advance(1.0)
     assert daemon.wanted == []
     world.do(ev.Drain(node="n", drained=False))
     world.advance(1.0)
-    assert daemon.wanted == [("j", "0")]
-
-
-def test_nothing_is_launched_on_a_cordoned_node():
-    world = World()
-    world.machine.lasting.cordoned["n"] = "it fails again and again"
-    daemon = FakeDaemon(world, "n", "0").connect()
-    submit(world, "j")
-    world.advance(1.0)
-    assert daemon.wanted == []
-    world.do(ev.Drain(node="n", drained=False))
-    world.advance(1.0)
-    assert daemon.wanted == [("j", "0")], "undrain lifts it"
+    assert daemon.wanted == [("j", "0")], "undrain lifts both"
 
 
 @pytest.mark.parametrize(

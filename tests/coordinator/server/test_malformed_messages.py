@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from coordinator.driver import World, running, settle
+from coordinator.driver import World, settle, started
 from coordinator.shell import Coordinator, access, connected, get, train
 
 from unicron_lightning import wire
@@ -196,8 +196,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failed_input_sets_its_task_back_and_training_continues(monkeypatch):
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     (other,) = [world.agent("o", task="other", nodes=(1, 1)).start().boot()]
     settle(world, "other")
     poisoned(monkeypatch)
@@ -218,8 +217,7 @@ def test_a_failed_input_sets_its_task_back_and_training_continues(monkeypatch):
 
 
 def test_a_task_that_is_set_back_probes_its_excluded_nodes_again(monkeypatch):
-    world = World()
-    _, b = running(world, 2)
+    world, (_, b) = started(2)
     poisoned(monkeypatch)
     world.task().probing.nodes["elsewhere"] = NodeExclusion(times=[world.now], reason="it does not reach others")
     world.disk["t"] = state.encode(world.task())
@@ -228,8 +226,7 @@ def test_a_task_that_is_set_back_probes_its_excluded_nodes_again(monkeypatch):
 
 
 def test_an_agent_that_fails_again_is_refused_and_a_task_that_fails_too_often_is_stopped(monkeypatch):
-    world = World()
-    a, b = running(world, 2)
+    world, (a, b) = started(2)
     poisoned(monkeypatch)
     for number in range(MOST_OF_A_TASK):
         conn = b.conn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from coordinator.driver import FakeAgent, World, members, running, settle
+from coordinator.driver import FakeAgent, World, members, restart, running, settle, started
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -41,8 +41,7 @@ def three(**limits: Any) -> tuple[World, list[FakeAgent]]:
 
 def joined(**limits: Any) -> tuple[World, list[FakeAgent]]:
     """Three members with a minimum of one."""
-    world = World(**limits)
-    world.nodes = (1, 4)
+    world = World(nodes=(1, 4), **limits)
     agents = []
     for name in "abc":
         agents.append(world.agent(name).start().boot())
@@ -83,15 +82,13 @@ def test_a_connection_that_fails_between_steps_is_renewed_as_often_as_it_takes()
 # ---- recovery ends
 
 
-@pytest.mark.parametrize("restart", [False, True])
-def test_a_member_that_never_reports_is_killed_and_the_others_go_on(restart):
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_member_that_never_reports_is_killed_and_the_others_go_on(restarted):
     world, (a, b, c) = joined(recovery_time=60)
     c.die()
     answer(world, a, step=3)
-    if restart:
-        world.start()
-        for agent in (a, b, c):
-            agent.register()
+    if restarted:
+        restart(world, a, b, c)
     world.advance(59)
     assert not b.all(wire.Fence)
     world.advance(2)
@@ -174,8 +171,7 @@ def fail_after_joining(world: World, agent: FakeAgent, others: list[FakeAgent], 
 
 
 def test_a_node_whose_workers_fail_again_and_again_is_cordoned_and_a_stand_by_takes_its_place():
-    world = World()
-    world.nodes = (2, 2)
+    world = World(nodes=(2, 2))
     a, b = (world.agent(name).start() for name in "ab")
     for agent in (a, b):
         agent.boot()
@@ -196,8 +192,7 @@ def test_a_node_whose_workers_fail_again_and_again_is_cordoned_and_a_stand_by_ta
 
 
 def cordoned() -> tuple[World, FakeAgent, FakeAgent]:
-    world = World()
-    world.nodes = (1, 2)
+    world = World(nodes=(1, 2))
     a, b = (world.agent(name).start().boot() for name in "ab")
     settle(world)
     settle(world)
@@ -215,9 +210,7 @@ def test_an_operator_lifts_the_cordon():
     if not b.waiting:
         b.rendezvous()
     assert b.waiting and not b.granted
-    world.start()
-    for agent in (a, b):
-        agent.register()
+    restart(world, a, b)
     assert world.machine.drained == ["node-b"], "remembered"
     assert not b.granted
     b.drain(False)
@@ -233,8 +226,7 @@ def test_a_cordoned_node_is_drained_and_undrained_as_any_other():
 
 
 def test_a_node_that_the_minimum_needs_is_not_cordoned():
-    world = World(crash_attempts=9)
-    a, b = running(world, 2, nodes=(2, 2))
+    world, (a, b) = started(2, nodes=(2, 2), crash_attempts=9)
     for step in range(10, 70, 10):
         fail_after_joining(world, b, [a], step)
     assert "cordon_withheld" in world.names()
@@ -250,8 +242,7 @@ def breaks(agent: FakeAgent, worker: str | None = None) -> None:
 
 
 def test_a_broken_node_that_the_minimum_needs_gets_no_workers_until_an_operator_asks_for_it():
-    world = World()
-    a, b = running(world, 2, nodes=(2, 2))
+    world, (a, b) = started(2, nodes=(2, 2))
     breaks(b, b.worker())
     answer(world, a, step=9)
     assert world.machine.drained == ["node-b"] and world.task().epoch.hold
@@ -262,8 +253,7 @@ def test_a_broken_node_that_the_minimum_needs_gets_no_workers_until_an_operator_
 
 
 def test_workers_on_a_broken_node_that_the_minimum_needs_stay_until_they_end():
-    world = World()
-    a, b = running(world, 2, nodes=(2, 2))
+    world, (a, b) = started(2, nodes=(2, 2))
     number = world.task().number
     breaks(b)
     assert world.machine.drained == ["node-b"] and world.task().number == number
@@ -274,8 +264,7 @@ PAPER: dict[str, Any] = {"strict": True, "reattempt_limit": 1, "cordon_failures"
 
 
 def test_by_the_paper_a_broken_node_is_isolated_and_its_task_waits():
-    world = World(**PAPER)
-    a, b = running(world, 2, nodes=(2, 2))
+    world, (a, b) = started(2, nodes=(2, 2), **PAPER)
     worker = b.worker()
     breaks(b)
     assert [message.worker for message in b.all(wire.Fence)] == [worker]
@@ -354,8 +343,7 @@ def test_agents_of_one_node_lost_again_and_again():
 
 
 def test_workers_that_are_killed_together_are_one_attempt():
-    world = World()
-    agents = running(world, 8, nodes=(8, 8))
+    world, agents = started(8, nodes=(8, 8))
     progress(agents[0], 7)
     for dead in range(7):
         agents[dead].die()
@@ -366,8 +354,7 @@ def test_workers_that_are_killed_together_are_one_attempt():
 
 
 def test_a_task_that_fails_at_one_step_for_good_is_stopped_with_its_diagnosis():
-    world = World()
-    a, b = running(world, 2, nodes=(1, 4))
+    world, (a, b) = started(2, nodes=(1, 4))
     lives = 0
     while "task_stopped" not in world.names():
         lives += 1
@@ -401,8 +388,7 @@ def settle_all(world: World, *agents: FakeAgent) -> None:
 
 
 def test_a_task_that_goes_on_between_failures_is_never_stopped():
-    world = World()
-    a, b = running(world, 2, nodes=(1, 4))
+    world, (a, b) = started(2, nodes=(1, 4))
     for step in range(50):
         progress(a, 10 * step + 7)
         for agent in (a, b):
@@ -414,8 +400,7 @@ def test_a_task_that_goes_on_between_failures_is_never_stopped():
 
 
 def test_steps_of_a_second_fit_are_progress_though_they_count_anew():
-    world = World()
-    a, b = running(world, 2, nodes=(1, 4))
+    world, (a, b) = started(2, nodes=(1, 4))
     progress(a, 100, fit=1)
     for step in range(10, 90, 10):
         progress(a, step, fit=2)
@@ -441,8 +426,7 @@ def test_steps_of_a_second_fit_are_progress_though_they_count_anew():
 
 
 def test_a_task_whose_workers_never_get_ready_is_stopped():
-    world = World()
-    world.nodes = (1, 2)
+    world = World(nodes=(1, 2))
     agents = [world.agent(name).start() for name in "ab"]
     for number in range(5):
         assert "task_stopped" not in world.names(), number
@@ -455,8 +439,7 @@ def test_a_task_whose_workers_never_get_ready_is_stopped():
 
 
 def test_a_script_that_does_not_start_is_stopped_after_growing_delays():
-    world = World()
-    world.nodes = (1, 2)
+    world = World(nodes=(1, 2))
     agents = [world.agent(name).start() for name in "ab"]
     for delay in (1.0, 2.0):
         for agent in agents:
@@ -475,8 +458,7 @@ def test_a_script_that_does_not_start_is_stopped_after_growing_delays():
 
 
 def test_a_node_on_which_the_script_does_not_start_stops_no_task():
-    world = World()
-    world.nodes = (1, 2)
+    world = World(nodes=(1, 2))
     bad, good = (world.agent(name).start() for name in "ab")
     good.launch()
     for _ in range(4):
@@ -500,8 +482,7 @@ def test_workers_that_are_killed_before_they_register_do_not_stop_the_task():
 
 
 def test_a_plain_script_is_none_of_its_business():
-    world = World()
-    world.nodes = (1, 2)
+    world = World(nodes=(1, 2))
     a = world.agent("a").start()
     for _ in range(20):
         a.launch()
@@ -513,8 +494,7 @@ def test_a_plain_script_is_none_of_its_business():
 
 def test_the_chaos_of_a_benchmark_cordons_nothing_and_stops_nothing():
     """200 kills in twelve minutes over four nodes, each soon after the previous recovery."""
-    world = World()
-    world.nodes = (1, 4)
+    world = World(nodes=(1, 4))
     agents = [world.agent(name).start().boot() for name in "abcd"]
     for _ in range(4):
         if not world.task().settled:

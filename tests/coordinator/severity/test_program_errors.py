@@ -6,7 +6,7 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-from coordinator.driver import FakeAgent, World, running
+from coordinator.driver import FakeAgent, World, running, started
 from coordinator.severity.story import NODES, Story
 from coordinator.severity.test_apply import answer, come_back, progress, settle_all
 from coordinator.severity.test_reports import events, exits, report
@@ -126,8 +126,7 @@ def fails_in_validation(world: World, agent: FakeAgent, step: int, *, first: boo
 def test_a_worker_that_fails_in_its_first_validation_as_its_predecessor_did_ends_the_task(
     second: dict[str, Any], stops: bool
 ) -> None:
-    world = World()
-    a, b = running(world, 2, nodes=(1, 4))
+    world, (a, b) = started(2, nodes=(1, 4))
     settle_all(world, a, b)
     progress(a, 7)
     fails_in_validation(world, b, 7, first=False)  # a founder has validated before
@@ -233,8 +232,7 @@ def test_regular_exceptions_that_differ_or_are_long_ago_end_nothing() -> None:
 
 
 def test_an_exception_on_one_rank_every_ten_steps_ends_the_task_with_its_traceback() -> None:
-    world = World()
-    a, b = running(world, 2, nodes=(1, 4))
+    world, (a, b) = started(2, nodes=(1, 4))
     settle_all(world, a, b)
     details = {"type": "RuntimeError", "frames": FRAMES}
     for step in (9, 19, 29, 39):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from coordinator.driver import FakeAgent, World, members, running
+from coordinator.driver import FakeAgent, World, members, restart, running
 from coordinator.severity.test_apply import answer, come_back, joined
 
 from unicron_lightning import wire
@@ -117,8 +117,7 @@ def test_parameters_that_differ_stop_the_task_with_one_error(recovers: bool):
 
 
 def test_a_worker_that_fails_while_it_starts_is_known_by_what_it_said():
-    world = World()
-    world.nodes = (1, 4)
+    world = World(nodes=(1, 4))
     [a] = running(world, 1, nodes=(1, 4))
     b = world.agent("b").start()
     report(b, "out_of_memory", step=None)
@@ -174,7 +173,5 @@ def test_a_link_is_not_judged_by_a_coordinator_that_stood_still():
 def test_agents_that_come_back_to_a_restarted_coordinator_do_not_flap():
     world, agents = joined(flapping_cuts=2)
     for _ in range(4):
-        world.start()
-        for agent in agents:
-            agent.register()
+        restart(world, *agents)
     assert not events(world, "error_reported")

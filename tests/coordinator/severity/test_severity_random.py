@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from coordinator.driver import FakeAgent, World
-from coordinator.test_random import Histories
-from hypothesis import HealthCheck, settings
+from coordinator.test_random import HISTORY, Histories
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
@@ -97,12 +97,5 @@ class Severe(Histories):
         self.hung.clear()
 
 
-Severe.TestCase.settings = settings(
-    max_examples=150,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+Severe.TestCase.settings = settings(HISTORY, max_examples=150)
 TestSevere = Severe.TestCase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from coordinator.driver import World, running
+from coordinator.driver import World, restart, running
 from coordinator.fake_agent import FakeAgent
 from hypothesis import given
 from hypothesis import strategies as st
@@ -247,9 +247,7 @@ def test_a_restarted_coordinator_hears_of_it_again(trained: tuple[World, tuple[F
     world, agents = trained
     for agent in agents[:2]:
         agent.say(does(agent.worker(), epoch=world.task().number))
-    world.start()
-    for agent in agents:
-        agent.register()
+    restart(world, *agents)
     world.advance(1)
     assert not any(agent.all(wire.Inspect) for agent in agents)
     all_say(world, agents, agents[2])
