@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from joins.running import SECONDS, Site, results, site
-from loop.test_faults import check, single
+from loop.running import check
+from loop.test_faults import single_of
 from loop.worker import SAVED, WORKERS
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
@@ -66,7 +67,7 @@ def test_a_node_whose_bits_flip_is_found(place: str, same: bool, world: Site) ->
     found, logs, suspects = run(world, f"plain-{place}-{same}", (1, 6, place, None, same), every=3)
     assert len(found) == WORKERS - 1, logs
     for each in found:
-        check(each, single(world, "plain"))
+        check(each, single_of(world, "plain"))
     [suspect] = suspects
     assert suspect["node"] == f"w-plain-{place}-{same}-1" and suspect["device"] == "cpu" and suspect["host"]
     assert (suspect["step"], suspect["last_right"], suspect["steps_since_right"]) == (6, 3, 3)
@@ -80,7 +81,7 @@ def test_nodes_of_two_of_three_workers(same: bool, world: Site) -> None:
     flips = [(0, 4, "gradient", None, False), (2, 4, "activation", None, same)]
     found, logs, suspects = run(world, f"plain-two-{same}", *flips)
     assert len(found) == 1, logs
-    check(found[0], single(world, "plain"))
+    check(found[0], single_of(world, "plain"))
     assert {each["node"] for each in suspects} == {f"w-plain-two-{same}-{node}" for node in (0, 2)}
 
 
@@ -90,7 +91,7 @@ def test_one_wrong_call_of_many(call: int, world: Site) -> None:
     found, logs, suspects = run(world, f"plain-once{call}", (1, 6, "gradient", [call], False), every=3)
     assert len(found) == WORKERS - 1, logs
     for each in found:
-        check(each, single(world, "plain"))
+        check(each, single_of(world, "plain"))
     assert [each["node"] for each in suspects] == [f"w-plain-once{call}-1"]
 
 
@@ -98,7 +99,7 @@ def test_one_wrong_call_of_many(call: int, world: Site) -> None:
 def test_of_two_workers_the_one_that_is_wrong_in_many_ways(workers: int, world: Site) -> None:
     found, logs, suspects = run(world, "plain-pair", (0, 6, "gradient", None, False), workers=workers)
     assert len(found) == 1, logs
-    check(found[0], single(world, "plain"))
+    check(found[0], single_of(world, "plain"))
     assert [each["node"] for each in suspects] == ["w-plain-pair-0"]
 
 
@@ -115,7 +116,7 @@ def test_a_wrong_parameter_of_one_of_two_workers_goes_with_the_restart(world: Si
     assert f"GradientsDiffer: in step {SAVED + 2} the gradients of micro-batches" in logs
     assert len(found) == 2
     for each in found:
-        check(each, single(world, "plain"))
+        check(each, single_of(world, "plain"))
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled", "scaler", "gan", "schedule", "memory"])
@@ -124,14 +125,14 @@ def test_a_loop_without_wrong_bits_is_left_alone(kind: str, world: Site) -> None
     found, logs, suspects = run(world, f"{kind}-quiet")
     assert len(found) == WORKERS
     for each in found:
-        check(each, single(world, kind))
+        check(each, single_of(world, kind))
     assert "gradients_differ" not in logs and suspects == []
     assert "witness_every=1:" in logs
 
 
 def test_a_world_of_one_has_no_witness(world: Site) -> None:
     found, logs, suspects = run(world, "plain-one", workers=1)
-    check(found[0], single(world, "plain"))
+    check(found[0], single_of(world, "plain"))
     assert "witness_every=1: one worker has no witness" in logs and suspects == []
 
 
@@ -144,4 +145,4 @@ def test_a_death_beside_wrong_bits(rank: int, point: str, world: Site) -> None:
     assert found, logs
     assert [each["node"] for each in suspects] == [f"w-{name}-1"]
     for each in found:
-        check(each, single(world, "plain"))
+        check(each, single_of(world, "plain"))
