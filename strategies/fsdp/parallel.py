@@ -25,7 +25,6 @@ from torchmetrics import Metric
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.accelerator import accelerator_for
-from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.holder import ShardHolder
 from unicron_lightning.fsdp.mesh import (
     ReplicaMesh,
@@ -35,6 +34,7 @@ from unicron_lightning.fsdp.mesh import (
 )
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.fsdp.rows import number_of_rows
+from unicron_lightning.replica.grid import Shape
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.strategies.checks import check_optimizers
 from unicron_lightning.strategies.fsdp.checkpoints import ShardedCheckpoints
@@ -243,7 +243,7 @@ class FsdpParallel(Parallelism):
         return self._holder
 
     @property
-    def member(self) -> ReplicaMember[ShardedShape, FsdpShard]:
+    def member(self) -> ReplicaMember[FsdpShard]:
         """This worker's connections and shard."""
         return self.holder.member
 
@@ -269,7 +269,7 @@ class FsdpParallel(Parallelism):
     def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
         if control_of_process() is not None:
             raise ConfigError("this script has a second Trainer; unicron_fsdp supports one, for all runs of a script")
-        declared = ShardedShape(shards=self.size, replicas=shape.devices // self.size)
+        declared = Shape(tensor=self.size, replicas=shape.devices // self.size, sharded=True)
         self._holder = ShardHolder(declared)
         session, is_new = Session.of_process(device, shape.devices, on_world, self._holder.fabric)
         self._holder.begin(session)

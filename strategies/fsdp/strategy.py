@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.mesh import reshard
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -101,7 +100,7 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         super().on_validation_end()
 
     @property
-    def fabric(self) -> ReplicaFabric[ShardedShape]:
+    def fabric(self) -> ReplicaFabric:
         """This worker's place in the world of replicas."""
         return self._sharded.member.fabric
 

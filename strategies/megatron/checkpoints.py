@@ -22,7 +22,6 @@ from typing_extensions import override
 from unicron_lightning.checkpoints.files import located
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.megatron.checkpoint import held_checkpoint, load_folder, rest
-from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.megatron.model import ShardModel
 from unicron_lightning.replica.fabric import run_released
 from unicron_lightning.replica.member import ReplicaMember
@@ -49,9 +48,7 @@ class LoadShard(Indivisible):
         step: optimizer steps done in it.
     """
 
-    def __init__(
-        self, name: str, member: ReplicaMember[Shape, ShardModel], load: Callable[[], None], step: int
-    ) -> None:
+    def __init__(self, name: str, member: ReplicaMember[ShardModel], load: Callable[[], None], step: int) -> None:
         self.name = name
         self._fabric = member.fabric
         self._load = load

@@ -23,12 +23,12 @@ from torch import nn
 from unicron_lightning import wire
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.megatron.model import ShardModel, sequence_length
 from unicron_lightning.megatron.world import build_world, current_groups, enter_world, leave_world
 from unicron_lightning.planner.performance.description import PRESETS
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import ReplicaFabric
+from unicron_lightning.replica.grid import Shape
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.megatron.batches import StageEvaluation, StageSteps
@@ -90,10 +90,10 @@ class MegatronParallel(Parallelism):
         self._ddp = ddp
         self._sequence_length = sequence_length
         self._redundancy = redundancy
-        self._member: ReplicaMember[Shape, ShardModel] | None = None
+        self._member: ReplicaMember[ShardModel] | None = None
 
     @property
-    def member(self) -> ReplicaMember[Shape, ShardModel]:
+    def member(self) -> ReplicaMember[ShardModel]:
         """This worker's connections and shard."""
         assert self._member is not None, "no run has begun"
         return self._member
@@ -105,8 +105,8 @@ class MegatronParallel(Parallelism):
 
     @property
     def tells(self) -> bool:
-        """Whether this worker reports the results of its replica's micro-batches."""
-        return self.shape.tells(self.member.fabric.own_shard)
+        """Whether this worker, the first of the last stage, reports the results of its replica's micro-batches."""
+        return self.coordinate == (0, self.shape.pipeline - 1)
 
     @property
     def shape(self) -> Shape:
@@ -126,7 +126,7 @@ class MegatronParallel(Parallelism):
         grid = Shape(tensor=self._script.tensor, pipeline=self._script.pipeline, replicas=shape.devices)
         fabric = ReplicaFabric(grid, copies=None if self._redundancy is None else self._redundancy.copies)
         self._member = ReplicaMember(fabric, self._connect, leave_world)
-        session, is_new = Session.of_process(device, grid.replicas * grid.shards, on_world, fabric)
+        session, is_new = Session.of_process(device, grid.workers, on_world, fabric)
         fabric.begin(session.control, joins=session.is_joiner)
         return session, is_new
 
@@ -236,7 +236,7 @@ def build_shard(
     module: pl.LightningModule,
     ddp: DistributedDataParallelConfig,
     optimizer: OptimizerConfig,
-    fabric: ReplicaFabric[Shape],
+    fabric: ReplicaFabric,
     *,
     micro_batches: int,
     length: int | None,
@@ -310,9 +310,9 @@ def spread_of(
         tensor["sequence_length"] = sequence_length
     evenly = not any(getattr(config, name, None) for name in _STAGES_OF_THEIR_OWN)
     return wire.Spread(
-        layout=wire.Layout(tensor=shape.tensor, pipeline=shape.pipeline),
+        layout=shape.layout,
         ordered=ordered,
-        workers=shape.shards * shape.replicas,
+        workers=shape.workers,
         micro_batches=micro_batches,
         tensor_divides={name: size for name, size in tensor.items() if size},
         pipeline_divides={"num_layers": config.num_layers} if evenly else {},

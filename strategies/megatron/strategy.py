@@ -10,7 +10,6 @@ from __future__ import annotations
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.megatron.model import ShardModel
 from unicron_lightning.megatron.sharded import check_redundancy
 from unicron_lightning.replica.fabric import ReplicaFabric
@@ -78,7 +77,7 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
         self.parallelism = self._grid
 
     @property
-    def fabric(self) -> ReplicaFabric[Shape]:
+    def fabric(self) -> ReplicaFabric:
         """This worker's place in the grid of replicas."""
         return self._grid.member.fabric
 

@@ -42,7 +42,7 @@ class SpreadDivision(ReplicaDivision, WholeDivision):
         member: as of `ReplicaDivision`.
     """
 
-    def __init__(self, strategy: FaultTolerantStrategy, member: Callable[[], ReplicaMember[Any, Any]]) -> None:
+    def __init__(self, strategy: FaultTolerantStrategy, member: Callable[[], ReplicaMember[Any]]) -> None:
         super().__init__(strategy, member, lambda: strategy.module)
         self.strategy = strategy
 

@@ -30,12 +30,12 @@ from worker.simulation import SECONDS, Coordinator, Killed, TaskIsOver, run_thre
 
 from unicron_lightning import wire
 from unicron_lightning.fsdp import mesh
-from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.replica import fabric as fabric_module
 from unicron_lightning.replica.channels import COALESCED_REDUCE_SCATTERS, COLLECTIVES, REDUCE_SCATTERS
 from unicron_lightning.replica.fabric import ReplicaFabric
+from unicron_lightning.replica.grid import Shape
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.step import ReplicaStep
 from unicron_lightning.worker.agreement import StateDigest, parts_of
@@ -128,7 +128,7 @@ class Task(Coordinator):
     def __init__(self, drawn: Deaths) -> None:
         super().__init__()
         self.drawn = drawn
-        self.shape = ShardedShape(shards=SHARDS, replicas=drawn.replicas)
+        self.shape = Shape(tensor=SHARDS, replicas=drawn.replicas, sharded=True)
         self.stores: dict[int, dist.Store] = {}
         self.points: dict[int, int] = {}
         self.odd: dict[tuple[int, int], list[int]] = {}
@@ -160,7 +160,7 @@ class Worker:
     def __init__(self, task: Task, rank: int) -> None:
         self.task, self.rank, self.name = task, rank, f"agent{rank}#0"
         self.fabric = ReplicaFabric(task.shape)
-        self.member: ReplicaMember[ShardedShape, FsdpShard] = ReplicaMember(
+        self.member: ReplicaMember[FsdpShard] = ReplicaMember(
             self.fabric, FsdpShard.adopt, lambda: self.member.model.leave()
         )
         engine = task.worker(self.name)

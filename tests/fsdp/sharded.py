@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from unicron_lightning.fsdp.folder import whole_parameters
-from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.replica.channels import Channels
+from unicron_lightning.replica.grid import Shape
 from unicron_lightning.strategies.fsdp.parallel import PolicyPrecision, Sharding, shard_module
 from unicron_lightning.worker import codec
 
@@ -77,7 +77,7 @@ class Replica:
 
     def enter(self, epoch: int, replicas: int, place: int, *, carried: bool = False) -> None:
         """Connect to the members of an epoch."""
-        shape = ShardedShape(shards=self.shards, replicas=replicas)
+        shape = Shape(tensor=self.shards, replicas=replicas, sharded=True)
         store = dist.FileStore(str(self.folder / f"epoch{epoch}"), -1)
         old = self.channels
         kept = old.inner if carried and old is not None else None

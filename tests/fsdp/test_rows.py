@@ -8,10 +8,10 @@ from torch import nn
 from unicron_lightning.data.loader import BatchRows, GlobalBatch
 from unicron_lightning.data.passes import RowPart
 from unicron_lightning.fsdp.gradients import ShardedGradients
-from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.holder import ShardHolder
 from unicron_lightning.fsdp.rows import StepRows
 from unicron_lightning.replica.fabric import EpochPlace
+from unicron_lightning.replica.grid import Shape
 from unicron_lightning.replica.layout import ShardReport, plan_layout
 from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.effects import Effects
@@ -59,7 +59,7 @@ def test_a_spare_that_gets_a_state_in_a_step_begins_with_its_buffers() -> None:
 
 
 def test_a_worker_that_is_left_alone_in_a_commit_makes_its_own_update() -> None:
-    holder = ShardHolder(ShardedShape(shards=2, replicas=2))
+    holder = ShardHolder(Shape(tensor=2, replicas=2, sharded=True))
     members = [ShardReport(at=0)] * 3
     layout = plan_layout(1, members, holder.fabric.shape)
     holder.fabric.place = EpochPlace(epoch=1, rank=2, layout=layout, members=("a", "b", "c"))

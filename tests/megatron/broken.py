@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from worker.nccl_stand_in import StandInLibrary
 
-from unicron_lightning.megatron.grid import Grid, Shape
 from unicron_lightning.replica.channels import (
     AcceleratedGroup,
     AcceleratedGroups,
@@ -23,6 +22,7 @@ from unicron_lightning.replica.channels import (
     ReduceScatter,
 )
 from unicron_lightning.replica.fabric import ReplicaFabric
+from unicron_lightning.replica.grid import Grid, Shape
 from unicron_lightning.worker.communication.gloo import wait_buried
 from unicron_lightning.worker.communication.lazy_groups import LazyGroups
 

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from unicron_lightning import wire
 from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.data.passes import RowPart
-from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, reshard
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.fsdp.rows import number_of_rows, own_of_rows
 from unicron_lightning.replica.fabric import EpochPlace, ReplicaFabric, run_released
+from unicron_lightning.replica.grid import Shape
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
@@ -39,9 +39,9 @@ class ShardHolder:
         member: with its shard of the model.
     """
 
-    def __init__(self, shape: ShardedShape, *, open_ended: bool = False) -> None:
+    def __init__(self, shape: Shape, *, open_ended: bool = False) -> None:
         self.fabric = ReplicaFabric(shape, open_ended=open_ended)
-        self.member: ReplicaMember[ShardedShape, FsdpShard] = ReplicaMember(self.fabric, FsdpShard.adopt, self._leave)
+        self.member: ReplicaMember[FsdpShard] = ReplicaMember(self.fabric, FsdpShard.adopt, self._leave)
         self._founded = False
 
     @property
@@ -79,15 +79,15 @@ class ShardHolder:
             model: built.
             micro_batches: of a whole step, for the coordinator.
         """
-        fabric, size = self.fabric, self.fabric.shape.shards
+        fabric, shape = self.fabric, self.fabric.shape
         self.member.model = model
         if model.accelerator is not None:
             atexit.register(model.close)
         fabric.built = True
         fabric.spread = wire.Spread(
-            layout=wire.Layout(tensor=size, pipeline=1, sharded=True),
+            layout=shape.layout,
             ordered=fabric.ordered,
-            workers=size * fabric.shape.replicas,
+            workers=shape.workers,
             micro_batches=micro_batches,
             tensor_divides={},
             pipeline_divides={},

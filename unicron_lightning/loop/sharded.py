@@ -35,7 +35,6 @@ from unicron_lightning.fsdp.folder import (
     whole_parameters,
 )
 from unicron_lightning.fsdp.gradients import clip_shards
-from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.holder import ShardHolder
 from unicron_lightning.fsdp.mesh import check_norms, check_sharded_optimizer, reshard, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard, optimizer_shard
@@ -45,6 +44,7 @@ from unicron_lightning.loop.loop_steps import BACKWARD, FunctionCalls, LoopSteps
 from unicron_lightning.loop.models import WholeModels
 from unicron_lightning.loop.registered import RegisteredObjects
 from unicron_lightning.replica.division import ReplicaDivision
+from unicron_lightning.replica.grid import Shape
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import NO_DIGEST
@@ -100,10 +100,10 @@ class ShardedModels(WholeModels):
         if control_of_process() is not None:
             raise ConfigError("this script has a second Run(shard_size=...): one is supported, for all of its loops")
         self._micro_batches = micro_batches
-        shape = ShardedShape(shards=self._size, replicas=number_of_rows(range(micro_batches), self._size))
+        rows = number_of_rows(range(micro_batches), self._size)
+        shape = Shape(tensor=self._size, replicas=rows, sharded=True)
         self.holder = ShardHolder(shape, open_ended=True)
-        workers = shape.shards * shape.replicas
-        return Session.of_process(self._run.device, workers, self.enter, self.holder.fabric)
+        return Session.of_process(self._run.device, shape.workers, self.enter, self.holder.fabric)
 
     @override
     def begin(self, session: Session) -> None:

@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from unicron_lightning.megatron.grid import Shape
-from unicron_lightning.replica.channels import AcceleratedGroup, AcceleratedGroups, Channels, ProcessGroup, Topology
+from unicron_lightning.replica.channels import AcceleratedGroup, AcceleratedGroups, Channels, ProcessGroup
+from unicron_lightning.replica.grid import Grid, Shape
 from unicron_lightning.worker.communication.gloo import OPERATION_TIMEOUT
 
 BACKEND: Final = "unicron"
@@ -121,7 +121,7 @@ def current_groups() -> Groups:
 
 
 def _initialize(
-    shape: Shape, grid: Topology, store: dist.Store, provide: Callable[[tuple[int, ...], int], Any], backend: str
+    shape: Shape, grid: Grid, store: dist.Store, provide: Callable[[tuple[int, ...], int], Any], backend: str
 ) -> None:
     global _provide
     leave_world()

@@ -1,4 +1,4 @@
-"""A worker's connections in a world of replicas: one group, which can be cut, for each set of workers of a topology.
+"""A worker's connections in a world of replicas: one group, which can be cut, for each set of workers of the grid.
 
 Sets within a replica outlive the epoch if the replica does; sets across replicas are made again in each epoch, with
 about 2 log2 n connections of a worker in a set of n.
@@ -27,12 +27,13 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unicron_lightning.replica.grid import Grid
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted, SoloCommunicator
 from unicron_lightning.worker.communication.gloo import LOOK_UP, Ending, GlooCommunicator, GlooGroup, Unfinished
 from unicron_lightning.worker.communication.lazy_groups import LazyGroups, Retirement, connect_apart
@@ -346,50 +347,13 @@ for _name in COALESCED_REDUCE_SCATTERS:
     setattr(ProcessGroup, _name, _accelerable(_name, ProcessGroup.reduce_scatter_all))
 
 
-class Topology(Protocol):
-    """Place of a worker among the active ones, and the sets of workers with which it exchanges tensors.
-
-    Active workers are numbered by rank. Both iterators give sets in the same order on all workers, and each kind of set
-    divides the active workers.
-    """
-
-    @property
-    def shards(self) -> int:
-        """Workers of a replica (S)."""
-
-    @property
-    def replicas(self) -> int:
-        """Number of active replicas."""
-
-    @property
-    def place(self) -> int:
-        """Place of this worker's replica among the replicas."""
-
-    @property
-    def shard(self) -> int:
-        """Shard of this worker."""
-
-    @property
-    def rank(self) -> int:
-        """Rank of this worker."""
-
-    def number(self, place: int, shard: int) -> int:
-        """Rank of a worker."""
-
-    def within(self) -> Iterator[tuple[int, ...]]:
-        """Sets of this worker's replica, as shards."""
-
-    def across(self) -> Iterator[tuple[int, ...]]:
-        """Sets of several replicas, as ranks; one of them is the workers of this shard."""
-
-
 class Channels:
     """This worker's connections in one epoch.
 
     The constructor blocks until all peers are connected.
 
     Args:
-        grid: its place, and the sets.
+        grid: its place, and the sets of workers.
         store: a client without other users, with a prefix fresh to this epoch.
         host: address of this machine that peers can reach.
         carried: connections within the replica that are kept, by shards; not closed here.
@@ -405,7 +369,7 @@ class Channels:
 
     def __init__(
         self,
-        grid: Topology,
+        grid: Grid,
         store: dist.Store,
         host: str,
         carried: Mapping[tuple[int, ...], PeerGroup] | None,
@@ -449,7 +413,7 @@ class Channels:
         """The connections of a set of ranks that includes this worker.
 
         Raises:
-            KeyError: the topology lacks the set.
+            KeyError: the grid lacks the set.
         """
         shards = self.shards(ranks)
         return self.outer[ranks] if shards is None else self.inner[shards]

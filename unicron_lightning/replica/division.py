@@ -36,7 +36,7 @@ class ReplicaDivision(StateDivision):
     """
 
     def __init__(
-        self, host: TaskHost, member: Callable[[], ReplicaMember[Any, Any]], module: Callable[[], nn.Module]
+        self, host: TaskHost, member: Callable[[], ReplicaMember[Any]], module: Callable[[], nn.Module]
     ) -> None:
         super().__init__(host)
         self._member, self._module = member, module

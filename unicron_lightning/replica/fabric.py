@@ -20,15 +20,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, Generic, Literal, NoReturn, Protocol, TypeVar
+from typing import Any, Final, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from unicron_lightning import wire
-from unicron_lightning.replica.channels import Channels, PeerGroup, Topology
-from unicron_lightning.replica.layout import ReplicaLayout, ReplicaShape, ShardReport, StateLost, plan_layout
+from unicron_lightning.replica.channels import Channels, PeerGroup
+from unicron_lightning.replica.grid import Shape
+from unicron_lightning.replica.layout import ReplicaLayout, ShardReport, StateLost, plan_layout
 from unicron_lightning.worker.communication.communicator import (
     Communicator,
     CommunicatorAborted,
@@ -170,20 +171,7 @@ class EpochPlace:
         return frozenset() if self.replica is None else frozenset(self.replicas[self.replica])
 
 
-class FabricShape(ReplicaShape, Protocol):
-    """A strategy's declared world, which knows its connections."""
-
-    def grid(self, *, replicas: int, place: int, shard: int) -> Topology:
-        """Place of a worker among the active ones."""
-
-    def relaid(self, layout: wire.Layout) -> Self:
-        """The same number of workers in another layout, as ordered by an operator."""
-
-
-FabricShapeT = TypeVar("FabricShapeT", bound=FabricShape)
-
-
-class ReplicaFabric(Generic[FabricShapeT]):
+class ReplicaFabric:
     """Implements `worker.engine.Fabric`.
 
     Args:
@@ -203,7 +191,7 @@ class ReplicaFabric(Generic[FabricShapeT]):
         channels: those of the newest epoch entered; None for spares.
     """
 
-    def __init__(self, shape: FabricShapeT, *, open_ended: bool = False, copies: int | None = None) -> None:
+    def __init__(self, shape: Shape, *, open_ended: bool = False, copies: int | None = None) -> None:
         self.shape = shape
         self._open_ended = open_ended
         self._copies = copies
@@ -513,7 +501,7 @@ def start_anew(reason: str) -> NoReturn:
     os._exit(EXIT_EXPELLED)
 
 
-def run_released(work: Callable[[], Any], fabric: ReplicaFabric[Any] | None = None) -> Any:
+def run_released(work: Callable[[], Any], fabric: ReplicaFabric | None = None) -> Any:
     """Run work that waits in the collectives of a `PeerGroup` or of NCCL.
 
     Args:

@@ -9,25 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from unicron_lightning.errors import UnicronError
+from unicron_lightning.replica.grid import Shape
 
 
 class StateLost(UnicronError):
     """No present worker holds some shard with the newest step's state: training can continue only from a checkpoint."""
-
-
-class ReplicaShape(Protocol):
-    """The declared world: S workers hold a replica of the model together."""
-
-    @property
-    def shards(self) -> int:
-        """Workers of a replica (S)."""
-
-    @property
-    def replicas(self) -> int:
-        """Replicas without failures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +87,7 @@ class ReplicaLayout:
         """The place among the replicas of the replica of an epoch rank; None for a spare."""
         return next((place for place, replica in enumerate(self.replicas) if rank in replica.members), None)
 
-    def is_surplus(self, rank: int, shape: ReplicaShape) -> bool:
+    def is_surplus(self, rank: int, shape: Shape) -> bool:
         """Whether a spare is of no use with its shard: more workers hold it than there are replicas, or a replica
         lacks another shard and will not get it from a spare.
         """
@@ -113,7 +102,7 @@ class ReplicaLayout:
             too_many = max(too_many, (len(own) - min(map(len, spares))) // 2)
         return rank in own[len(own) - too_many :]
 
-    def missing(self, shape: ReplicaShape) -> list[int]:
+    def missing(self, shape: Shape) -> list[int]:
         """Shards that are missing to complete all declared replicas, most urgent first."""
         active = {rank for replica in self.replicas for rank in replica.members}
         idle = [shard for rank, shard in enumerate(self.shards) if rank not in active]
@@ -127,7 +116,7 @@ class ReplicaLayout:
         return lacking
 
 
-def plan_layout(epoch: int, words: Sequence[ShardReport], shape: ReplicaShape, *, even: bool = True) -> ReplicaLayout:
+def plan_layout(epoch: int, words: Sequence[ShardReport], shape: Shape, *, even: bool = True) -> ReplicaLayout:
     """Assign each member its part.
 
     Args:
@@ -169,7 +158,7 @@ def plan_layout(epoch: int, words: Sequence[ShardReport], shape: ReplicaShape, *
     )
 
 
-def _shards(words: Sequence[ShardReport], shape: ReplicaShape) -> list[int]:
+def _shards(words: Sequence[ShardReport], shape: Shape) -> list[int]:
     """Founders take shards in rank order, so that a replica's workers are neighbours."""
     founders, shards = 0, []
     for word in words:
@@ -182,7 +171,7 @@ def _shards(words: Sequence[ShardReport], shape: ReplicaShape) -> list[int]:
 
 
 def _whole(
-    words: Sequence[ShardReport], shards: Sequence[int], shape: ReplicaShape, fresh: set[int]
+    words: Sequence[ShardReport], shards: Sequence[int], shape: Shape, fresh: set[int]
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Earlier replicas with all workers present, oldest first."""
     named: dict[str, dict[int, int]] = {}
@@ -195,7 +184,7 @@ def _whole(
 
 
 def _form(
-    pool: Sequence[int], shards: Sequence[int], shape: ReplicaShape, fresh: set[int], most: int
+    pool: Sequence[int], shards: Sequence[int], shape: Shape, fresh: set[int], most: int
 ) -> list[tuple[int, ...]]:
     """New replicas from the workers of ``pool``, those with the newest state first."""
     waiting = [

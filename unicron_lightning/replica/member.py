@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from unicron_lightning.replica.channels import Channels
-from unicron_lightning.replica.fabric import FabricShapeT, ReplicaFabric, run_released
+from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.delivery import deliver
 from unicron_lightning.worker.engine import Engine
@@ -123,7 +123,7 @@ class ShardOperation(Indivisible):
         model: its shard.
     """
 
-    def __init__(self, fabric: ReplicaFabric[Any], model: ReplicaModel) -> None:
+    def __init__(self, fabric: ReplicaFabric, model: ReplicaModel) -> None:
         self._fabric = fabric
         self._model = model
 
@@ -163,7 +163,7 @@ class LastState(ShardOperation):
         return b""
 
 
-def transfer(engine: Engine, fabric: ReplicaFabric[Any], model: ReplicaModel) -> None:
+def transfer(engine: Engine, fabric: ReplicaFabric, model: ReplicaModel) -> None:
     """Send the newest states of the shards to the epoch's workers that lack them; a collective of all members.
 
     Raises:
@@ -175,7 +175,7 @@ def transfer(engine: Engine, fabric: ReplicaFabric[Any], model: ReplicaModel) ->
         send_shards(engine, fabric, model, place.layout.newest, lacks=place.rank in place.layout.stale)
 
 
-def send_shards(engine: Engine, fabric: ReplicaFabric[Any], model: ReplicaModel, newest: int, *, lacks: bool) -> None:
+def send_shards(engine: Engine, fabric: ReplicaFabric, model: ReplicaModel, newest: int, *, lacks: bool) -> None:
     """Send the states of shards after ``newest`` steps from the workers that have them to those that lack them."""
     state = model.state() if fabric.at == newest and not lacks else None
     if lacks:
@@ -190,7 +190,7 @@ def send_shards(engine: Engine, fabric: ReplicaFabric[Any], model: ReplicaModel,
 _Model = TypeVar("_Model", bound=ReplicaModel)
 
 
-class ReplicaMember(Generic[FabricShapeT, _Model]):
+class ReplicaMember(Generic[_Model]):
     """Brings this worker's shard of the model into each epoch.
 
     Args:
@@ -201,7 +201,7 @@ class ReplicaMember(Generic[FabricShapeT, _Model]):
 
     def __init__(
         self,
-        fabric: ReplicaFabric[FabricShapeT],
+        fabric: ReplicaFabric,
         connect: Callable[[_Model, Channels], None],
         leave: Callable[[], None],
     ) -> None:

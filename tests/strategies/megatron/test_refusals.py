@@ -20,8 +20,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from unicron_lightning.data.sources import as_loader
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.planner.performance.description import TransformerProfile
+from unicron_lightning.replica.grid import Shape
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.megatron.checks import (
     check_megatron_config,

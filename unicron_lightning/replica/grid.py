@@ -1,44 +1,51 @@
-"""Megatron's grid of TP x PP workers a replica: the declared shape, and the numbering of active workers."""
+"""The declared world of replicas, and the numbering of the workers that are active in an epoch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unicron_lightning import wire
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The declared world.
+    """The declared world: replicas of TP x PP workers with Megatron, of S shards with FSDP2.
 
     Attributes:
-        tensor: tensor-parallel size (TP).
-        pipeline: pipeline stages (PP).
+        tensor: tensor-parallel size (TP), or the number of shards (S).
+        pipeline: pipeline stages (PP); 1 for shards.
         replicas: model replicas (DP) without failures.
+        sharded: whether each parameter is divided into shards (FSDP2).
     """
 
     tensor: int
-    pipeline: int
+    pipeline: int = 1
     replicas: int
+    sharded: bool = False
 
     @property
     def shards(self) -> int:
         """Workers of a replica, counted along tensor parallelism first."""
         return self.tensor * self.pipeline
 
+    @property
+    def workers(self) -> int:
+        """Workers of all replicas."""
+        return self.shards * self.replicas
+
+    @property
+    def layout(self) -> wire.Layout:
+        """Distribution of a replica."""
+        return wire.Layout(tensor=self.tensor, pipeline=self.pipeline, sharded=self.sharded)
+
     def coordinate(self, shard: int) -> tuple[int, int]:
         """Tensor-parallel rank and pipeline stage."""
         return shard % self.tensor, shard // self.tensor
 
-    def tells(self, shard: int) -> bool:
-        """Whether a worker, the first of the last stage, reports the results of its replica's micro-batches."""
-        return self.coordinate(shard) == (0, self.pipeline - 1)
-
     def relaid(self, layout: wire.Layout) -> Shape:
-        """The same number of workers in another layout."""
-        replicas = self.shards * self.replicas // (layout.tensor * layout.pipeline)
-        return Shape(tensor=layout.tensor, pipeline=layout.pipeline, replicas=replicas)
+        """The same number of workers in another layout, as ordered by an operator."""
+        return replace(self, tensor=layout.tensor, pipeline=layout.pipeline, replicas=self.workers // layout.workers)
 
     def grid(self, *, replicas: int, place: int, shard: int) -> Grid:
         """Place of a worker among the active ones."""
@@ -47,9 +54,11 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Megatron's numbering of the active workers, tensor parallelism first and pipeline stages last.
+    """Numbering of the active workers, as Megatron's: tensor parallelism first and pipeline stages last.
 
-    Megatron makes some twenty process groups, most of them of the same few sets of workers; those share a connection.
+    It gives the sets of workers with which a worker exchanges tensors, in the same order on all workers; each kind of
+    set divides the active workers. Megatron makes some twenty process groups, most of them of the same few sets; those
+    share a connection.
 
     Attributes:
         shape: of a replica.
@@ -96,9 +105,12 @@ class Grid:
         yield tuple(range(self.shape.shards))
 
     def across(self) -> Iterator[tuple[int, ...]]:
-        """Sets of several replicas, as ranks: this worker's shard, its stage, and all ranks."""
+        """Sets of several replicas, as ranks: this worker's shard and, unless parameters are divided into shards, its
+        stage and all ranks.
+        """
         _, stage = self.shape.coordinate(self.shard)
         size, every = self.shape.tensor, range(self.replicas)
         yield tuple(sorted(self.number(place, self.shard) for place in every))
-        yield tuple(sorted(self.number(place, size * stage + other) for place in every for other in range(size)))
-        yield tuple(range(self.size))
+        if not self.shape.sharded:
+            yield tuple(sorted(self.number(place, size * stage + other) for place in every for other in range(size)))
+            yield tuple(range(self.size))
