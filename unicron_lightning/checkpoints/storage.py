@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from unicron_lightning.checkpoints.files import INDEX, REST, HashingFile
 from unicron_lightning.private_files import read_regular
@@ -29,62 +29,15 @@ STALE_SECONDS: Final = 3600.0
 _VERSION: Final = re.compile(rf"\.\d+-[0-9a-f]{{12}}\.{UNFINISHED}$")
 
 
-class VersionStorage(Protocol):
-    """Files of one version, until it is complete.
-
-    Attributes:
-        prefix: before the names of the version's files, in the checkpoint.
-    """
-
-    prefix: str
-
-    def begin(self) -> None:
-        """Prepare to write; called by each writer that writes a file."""
-
-    def names(self) -> list[str]:
-        """Return the names of the version's complete files; none if there is no place any more."""
-
-    def create(self, name: str) -> contextlib.AbstractContextManager[HashingFile]:
-        """Open a file of the version for writing; it is there once it is complete."""
-
-    def read(self, name: str) -> bytes:
-        """Return the content of a file of the version."""
-
-    def remove(self, name: str) -> None:
-        """Delete a file of the version, if it is there."""
-
-    def publish(self, files: Mapping[str, bytes]) -> None:
-        """Write files in their order, with the index as the last one of all, such that the version is at its path."""
-
-    def published(self) -> list[str]:
-        """Return the names of the files that are part of the checkpoint at the path, whatever its version is."""
-
-    def read_published(self, name: str) -> bytes:
-        """Return the content of a file of the checkpoint at the path."""
-
-    def clean(self) -> None:
-        """Delete files of the version that are not part of the published one."""
-
-    def abandon(self) -> None:
-        """Delete the files."""
-
-
-def storage_of(path: str, version: str) -> VersionStorage:
-    """Return the place of a version.
-
-    Args:
-        path: of the checkpoint, or URL.
-        version: its name.
-    """
-    return UrlStorage(path, version) if "://" in path else FolderStorage(Path(path), version)
-
-
 class FolderStorage:
     """A folder of a file system that all workers see.
 
     Args:
         target: path of the checkpoint.
         version: name of the version.
+
+    Attributes:
+        prefix: before the names of the version's files, in the checkpoint.
     """
 
     prefix = ""
@@ -94,6 +47,7 @@ class FolderStorage:
         self._folder = target.with_name(f"{target.name}.{version}.{UNFINISHED}")
 
     def begin(self) -> None:
+        """Prepare to write; called by each writer that writes a file."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for folder in self._folder.parent.glob(f"*.{UNFINISHED}"):  # of workers that have all died
             with contextlib.suppress(FileNotFoundError):
@@ -101,10 +55,12 @@ class FolderStorage:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def names(self) -> list[str]:
+        """Return the names of the version's complete files; none if there is no place any more."""
         return _files(self._folder)
 
     @contextmanager
     def create(self, name: str) -> Iterator[HashingFile]:
+        """Open a file of the version for writing; it is there once it is complete."""
         path = self._folder / f"{name}.{os.getpid()}.tmp"
         with path.open("wb") as file:
             hashing = HashingFile(file)
@@ -114,12 +70,15 @@ class FolderStorage:
         path.rename(self._folder / name)
 
     def read(self, name: str) -> bytes:
+        """Return the content of a file of the version."""
         return read_regular(self._folder / name)
 
     def remove(self, name: str) -> None:
+        """Delete a file of the version, if it is there."""
         (self._folder / name).unlink(missing_ok=True)
 
     def publish(self, files: Mapping[str, bytes]) -> None:
+        """Write files in their order, with the index as the last one of all, such that the version is at its path."""
         for name, data in files.items():
             with self.create(name) as file:
                 file.write(data)
@@ -135,15 +94,19 @@ class FolderStorage:
             replaced.unlink(missing_ok=True)
 
     def published(self) -> list[str]:
+        """Return the names of the files that are part of the checkpoint at the path, whatever its version is."""
         return _files(self._target)
 
     def read_published(self, name: str) -> bytes:
+        """Return the content of a file of the checkpoint at the path."""
         return read_regular(self._target / name)
 
     def clean(self) -> None:
+        """Delete files of the version that are not part of the published one."""
         self.abandon()
 
     def abandon(self) -> None:
+        """Delete the files."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -155,7 +118,7 @@ def _files(folder: Path) -> list[str]:
 
 
 class UrlStorage:
-    """Objects at a URL, through fsspec and the package of its protocol.
+    """Objects at a URL, through fsspec and the package of its protocol; the methods are those of `FolderStorage`.
 
     Args:
         target: URL of the checkpoint.
@@ -220,3 +183,17 @@ class UrlStorage:
     def abandon(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._files.rm(self._at(self.prefix.rstrip("/")), recursive=True)
+
+
+VersionStorage = FolderStorage | UrlStorage
+"""Files of one version, until it is complete."""
+
+
+def storage_of(path: str, version: str) -> VersionStorage:
+    """Return the place of a version.
+
+    Args:
+        path: of the checkpoint, or URL.
+        version: its name.
+    """
+    return UrlStorage(path, version) if "://" in path else FolderStorage(Path(path), version)
