@@ -55,7 +55,8 @@ def run(rank: int, folder: Path, name: str, steps: int) -> None:
         plain.finalize_model_grads([training.ddp])
         training.optimizer.step()
         waiting = time.perf_counter()
-        mirror.protect(number + 1)
+        if SETTINGS[name]["copies"]:
+            mirror.keep(number + 1)
         waited = time.perf_counter() - waiting
         if number >= WARM_UP:
             step_seconds.append(time.perf_counter() - begin)

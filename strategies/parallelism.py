@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,12 +19,13 @@ from torch.utils.data import DataLoader
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
+from unicron_lightning.replica.step import ReplicaStep
 from unicron_lightning.strategies.passes.prediction import Predictions
 from unicron_lightning.strategies.state.memory import WholeDivision
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.rows import present
 from unicron_lightning.worker.session import Session
-from unicron_lightning.worker.step import Step
+from unicron_lightning.worker.step import GradientStep, Step, SumsT
 from unicron_lightning.worker.sums import LogCall
 
 if TYPE_CHECKING:
@@ -50,22 +51,30 @@ class FinishedStep:
     output: Any
 
 
-class StepRunner(Protocol):
+class StepRunner(ABC):
     """Runs steps.
 
-    Attributes:
+    Args:
         divergence: compares the workers' states.
+
+    Attributes:
+        divergence: as above.
+        grad_norm: norm of the last finished step's gradients over the whole model, before clipping; of models that
+            several workers hold together.
     """
 
-    divergence: Divergence
+    def __init__(self, divergence: Divergence) -> None:
+        self.divergence = divergence
+        self.grad_norm = 0.0
 
-    def check_data(self, loader: DataLoader[Any]) -> None:
+    def check_data(self, loader: DataLoader[Any]) -> None:  # noqa: B027 - most refuse no more than `check_loader`
         """Refuse training data.
 
         Raises:
             ConfigError: it cannot be distributed.
         """
 
+    @abstractmethod
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
         """Run a step through failures, up to its commit.
 
@@ -74,8 +83,14 @@ class StepRunner(Protocol):
             where: Lightning's batch index, if the module's ``training_step`` takes it.
         """
 
+    @abstractmethod
     def backward(self, loss: Tensor) -> Tensor:
         """Hand the gradients to the optimizer, in place of Lightning's backward; return the loss."""
+
+    def _commit(self, engine: Engine, operation: GradientStep | ReplicaStep[SumsT]) -> None:
+        """Run a step's operation through failures."""
+        engine.run(operation)
+        self.divergence.check(operation, engine)
 
 
 class CheckpointStore(ABC):

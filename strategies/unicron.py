@@ -26,7 +26,7 @@ from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 from unicron_lightning.strategies.manual.steps import ManualSteps
 from unicron_lightning.strategies.metrics.sums import StepMetrics
 from unicron_lightning.strategies.micro_batch import MicroBatches
-from unicron_lightning.strategies.parallelism import FinishedStep, Parallelism
+from unicron_lightning.strategies.parallelism import FinishedStep, Parallelism, StepRunner
 from unicron_lightning.strategies.passes.evaluation import Passes
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints
@@ -45,8 +45,6 @@ from unicron_lightning.worker.session import Session
 from unicron_lightning.worker.step import GradientStep
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
 
@@ -125,8 +123,8 @@ class DataParallel(Parallelism):
         self.steps.close()
 
 
-class WholeModelSteps:
-    """Steps of a model that each worker holds; implements `StepRunner`.
+class WholeModelSteps(StepRunner):
+    """Steps of a model that each worker holds.
 
     Args:
         strategy: the strategy that they belong to.
@@ -136,7 +134,6 @@ class WholeModelSteps:
         divergence: compares the workers' states.
 
     Attributes:
-        divergence: as above.
         kind: class of the gradients' buckets.
         balance: shares of the ranks by speed; None: equal ones.
         manual: runs the steps instead, if the module optimizes manually.
@@ -151,13 +148,13 @@ class WholeModelSteps:
         overlap: bool,
         reproducible: bool,
     ) -> None:
+        super().__init__(divergence)
         self.kind = ExactGradients if reproducible else GradientBuckets
         self.balance: Balance | None = None
         self.manual: ManualSteps | None = None
         self._strategy = strategy
         self._bucket_bytes = bucket_bytes
         self._overlap = overlap
-        self.divergence = divergence
         self._trained = TrainedParameters()
         self._gradients: GradientBuckets | None = None
         self._effects: Effects | None = None
@@ -211,8 +208,7 @@ class WholeModelSteps:
         witness = strategy.witness.of_step(engine.step, gradients, micro_batches.repeat)
         options = (self.balance, digest, batch.in_full_step, witness)
         operation = GradientStep(batch.micro_batches, gradients, sums, micro_batches.run, *options)
-        engine.run(operation)
-        self.divergence.check(operation, engine)
+        self._commit(engine, operation)
         loss, calls, self._used = sums.finish()
         effects.norms.commit(len(batch.micro_batches))
         return FinishedStep(operation=operation, loss=loss, calls=calls, output=micro_batches.output(loss))

@@ -136,7 +136,7 @@ class DefaultGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Done:
         root = int(opts.rootRank)
         for tensor in tensors:
-            tensor.copy_(self._from_root("broadcast", root, tensor, tensor))
+            tensor.copy_(self._from_root("broadcast", root, tensor))
         return Done(list(tensors))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Done:
@@ -165,7 +165,7 @@ class DefaultGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:
         given = list(inputs[0]) if inputs else []
-        parts = self._from_root("scatter", int(opts.rootRank), given, given)
+        parts = self._from_root("scatter", int(opts.rootRank), given)
         if len(parts) != self.size():
             raise MembersChanged(f"scatter() got {len(parts)} tensors for the {self.size()} members of this epoch")
         outputs[0].copy_(parts[self.rank()])
@@ -198,14 +198,14 @@ class DefaultGroup(dist.ProcessGroup):
             )
         return [codec.decode(part) for part in parts]
 
-    def _from_root(self, name: str, root: int, value: Any, alone: Any) -> Any:
-        """Rank ``root``'s value; ``alone`` where no member has that rank any more."""
+    def _from_root(self, name: str, root: int, value: Any) -> Any:
+        """Rank ``root``'s value; this one's, if no member was asked."""
         parts = self._gather(name, lambda rank: codec.encode(value) if rank == root else b"")
         part = parts[root] if root < len(parts) else b""
         if part:
             return codec.decode(part)
         if self.collectives is not None and not self.collectives.live:
-            return alone
+            return value
         raise MembersChanged(f"torch.distributed.{name}(src={root}): no member of this epoch has that rank any more")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.order import StepShape, check_loader
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.accelerator import accelerator_for
 from unicron_lightning.fsdp.holder import ShardHolder
@@ -39,8 +40,9 @@ from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.strategies.checks import check_optimizers
 from unicron_lightning.strategies.fsdp.checkpoints import ShardedCheckpoints
 from unicron_lightning.strategies.fsdp.prediction import ShardedPredictions
-from unicron_lightning.strategies.fsdp.steps import ShardedEvaluation, ShardedSteps, clip_by_agreed_norm, keep_spares
+from unicron_lightning.strategies.fsdp.steps import ShardedSteps, clip_by_agreed_norm, keep_spares, sharded_evaluation
 from unicron_lightning.strategies.parallelism import Parallelism
+from unicron_lightning.strategies.passes.evaluation import GlobalPasses
 from unicron_lightning.strategies.state.memory import SpreadDivision
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.communication.nccl import check_device
@@ -227,7 +229,7 @@ class FsdpParallel(Parallelism):
         self.strategy = strategy
         self.size = size or 0
         self.steps = ShardedSteps(self, divergence)
-        self.evaluation = ShardedEvaluation(self)
+        self.evaluation = GlobalPasses(strategy, check_loader, partial(sharded_evaluation, self))
         self.checkpoints = ShardedCheckpoints(self, folders=folders)
         self.division = SpreadDivision(strategy, lambda: self.member)
         self._sharding = sharding

@@ -10,11 +10,8 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
-from typing_extensions import override
 
 from unicron_lightning.data.loader import BatchRows, GlobalBatch
-from unicron_lightning.data.order import check_loader
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.fsdp.gradients import clip_shards
 from unicron_lightning.fsdp.mesh import check_norms
@@ -22,8 +19,8 @@ from unicron_lightning.fsdp.rows import StepRows
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
 from unicron_lightning.strategies.metrics.sums import StepMetrics
 from unicron_lightning.strategies.micro_batch import MicroBatches
-from unicron_lightning.strategies.parallelism import FinishedStep
-from unicron_lightning.strategies.passes.evaluation import GlobalPasses, PassBatch
+from unicron_lightning.strategies.parallelism import FinishedStep, StepRunner
+from unicron_lightning.strategies.passes.evaluation import PassBatch
 from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.effects import UNCOUNTED, Effects
 from unicron_lightning.worker.module_buffers import EvaluationBuffers
@@ -33,23 +30,20 @@ if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
 
 
-class ShardedSteps:
-    """Steps of a sharded model; implements `StepRunner`.
+class ShardedSteps(StepRunner):
+    """Steps of a sharded model.
 
     Args:
         parallel: the parallelism that they belong to.
         divergence: compares the parameters of the replicas.
 
     Attributes:
-        divergence: as above.
-        grad_norm: norm of the last finished step's gradients over the whole model, before clipping.
         balance: rows of the replicas by speed; None: equally many.
     """
 
     def __init__(self, parallel: FsdpParallel, divergence: Divergence) -> None:
-        self.grad_norm = 0.0
+        super().__init__(divergence)
         self._parallel = parallel
-        self.divergence = divergence
         self.balance: Balance | None = None
         self._gradients: list[Tensor | None] = []
         self._effects: Effects | None = None
@@ -62,9 +56,6 @@ class ShardedSteps:
         if self._parallel.strategy.reproducible:
             check_norms(module)
 
-    def check_data(self, loader: DataLoader[Any]) -> None:
-        """Refuse nothing more than `data.order.check_loader`."""
-
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
         strategy, member, effects = self._parallel.strategy, self._parallel.member, self._effects
         assert effects is not None
@@ -75,8 +66,7 @@ class ShardedSteps:
         call = partial(rows.call, batches.run)
         operation = ReplicaStep(rows.numbers, member.model, member.fabric, call, rows.sums, self.balance, digest)
         member.model.loaded = rows.renew
-        strategy.engine.run(operation)
-        self.divergence.check(operation, strategy.engine)
+        self._commit(strategy.engine, operation)
         assert operation.sums is not None
         self.grad_norm = operation.grad_norm
         self._gradients = [parameter.grad for parameter in member.model.gradients.parameters]
@@ -138,30 +128,14 @@ def clip_by_agreed_norm(plugin: Precision, norm: Callable[[], float]) -> None:
     plugin.clip_grad_by_value = clip_value  # type: ignore[method-assign]
 
 
-class ShardedEvaluation(GlobalPasses):
-    """Passes of a sharded model, of which each worker runs its own batch of a row.
-
-    Args:
-        parallel: the parallelism that they belong to.
-    """
-
-    def __init__(self, parallel: FsdpParallel) -> None:
-        super().__init__(parallel.strategy)
-        self._parallel = parallel
-
-    @override
-    def check_data(self, loader: DataLoader[Any]) -> None:
-        check_loader(loader)
-
-    @override
-    def operation(self, batch: PassBatch) -> ReplicaEvaluation:
-        member = self._parallel.member
-        size, rows = self._parallel.size, _PassRows(self._parallel, batch)
-        member.model.loaded = rows.renew
-        batches, device = range(len(rows.numbers) * size), member.model.device
-        return ReplicaEvaluation(
-            batches, lambda row: 0, member.fabric, device, rows.evaluate, rows.results, tells=True, width=size
-        )
+def sharded_evaluation(parallel: FsdpParallel, batch: PassBatch) -> ReplicaEvaluation:
+    """Return the operation of a global batch of a pass, of which each worker runs its own batch of a row."""
+    member, size, rows = parallel.member, parallel.size, _PassRows(parallel, batch)
+    member.model.loaded = rows.renew
+    batches, device = range(len(rows.numbers) * size), member.model.device
+    return ReplicaEvaluation(
+        batches, lambda row: 0, member.fabric, device, rows.evaluate, rows.results, tells=True, width=size
+    )
 
 
 class _PassRows:

@@ -20,9 +20,9 @@ from unicron_lightning.data.loader import BatchRows, GlobalBatch
 from unicron_lightning.data.seeding import RandomPurpose, place_seed, seed_all
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
-from unicron_lightning.strategies.megatron.checks import check_megatron_loader, check_validation_loader
-from unicron_lightning.strategies.parallelism import FinishedStep
-from unicron_lightning.strategies.passes.evaluation import GlobalPasses, PassBatch
+from unicron_lightning.strategies.megatron.checks import check_megatron_loader
+from unicron_lightning.strategies.parallelism import FinishedStep, StepRunner
+from unicron_lightning.strategies.passes.evaluation import PassBatch
 from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.module_buffers import ModuleBuffers
 from unicron_lightning.worker.sums import AllUsed, LogCall, NormStatistics, StepSums
@@ -31,25 +31,21 @@ if TYPE_CHECKING:
     from unicron_lightning.strategies.megatron.parallel import MegatronParallel
 
 
-class StageSteps:
-    """Steps of a Megatron model; implements `StepRunner`.
+class StageSteps(StepRunner):
+    """Steps of a Megatron model.
 
     Args:
         grid: the parallelism that they belong to.
         divergence: compares the parameters of the replicas.
-
-    Attributes:
-        divergence: as above.
-        grad_norm: norm of the last finished step's gradients, before clipping.
     """
 
     def __init__(self, grid: MegatronParallel, divergence: Divergence) -> None:
-        self.grad_norm = 0.0
+        super().__init__(divergence)
         self._grid = grid
-        self.divergence = divergence
         self._size: int | None = None
         """Of the micro-batches, once a loader is known."""
 
+    @override
     def check_data(self, loader: DataLoader[Any]) -> None:
         replicas = self._grid.strategy.shape.devices
         self._size = self._grid.member.model.micro_batch_size = check_megatron_loader(loader, replicas, self._size)
@@ -60,8 +56,7 @@ class StageSteps:
         digest = self.divergence.shard_digest(strategy.engine, lambda: dict(member.model.module.named_parameters()))
         model, fabric = member.model, member.fabric
         operation = ReplicaStep(batches.rows.numbers, model, fabric, batches.call, batches.sums, digest=digest)
-        strategy.engine.run(operation)
-        self.divergence.check(operation, strategy.engine)
+        self._commit(strategy.engine, operation)
         assert operation.sums is not None
         self.grad_norm = operation.grad_norm
         loss, calls, _ = operation.sums.finish()
@@ -188,28 +183,12 @@ def seed_micro_batch(seed: int, place: tuple[int, ...], tensor: int, stage: int,
     tracker.set_states(states)
 
 
-class StageEvaluation(GlobalPasses):
-    """Validation passes.
-
-    Args:
-        grid: the parallelism that they belong to.
-    """
-
-    def __init__(self, grid: MegatronParallel) -> None:
-        super().__init__(grid.strategy)
-        self._grid = grid
-
-    @override
-    def check_data(self, loader: DataLoader[Any]) -> None:
-        check_validation_loader(loader)
-
-    @override
-    def operation(self, batch: PassBatch) -> ReplicaEvaluation:
-        member, part = self._grid.member, StagePass(self._grid, batch)
-        device = member.model.device
-        return ReplicaEvaluation(
-            part.rows.numbers, part.size, member.fabric, device, part.evaluate, part.results, tells=self._grid.tells
-        )
+def stage_evaluation(grid: MegatronParallel, batch: PassBatch) -> ReplicaEvaluation:
+    """Return the operation of a global batch of a validation."""
+    part, fabric, device = StagePass(grid, batch), grid.member.fabric, grid.member.model.device
+    return ReplicaEvaluation(
+        part.rows.numbers, part.size, fabric, device, part.evaluate, part.results, tells=grid.tells
+    )
 
 
 class StagePass:

@@ -120,7 +120,7 @@ class GridCheckpoints(CheckpointStore):
         if keeper is None or not shard:
             return {}
         assert fabric.at is not None
-        copies, size = keeper.copies(fabric.at), keeper.replicas
+        copies, size = keeper.mirror.copies(fabric.at), keeper.mirror.ranks
         return {f"{shard[0]} optimizer {owner}/{size}": copy for owner, copy in copies.items()}
 
     def held(self, checkpoint: dict[str, Any]) -> HeldCheckpoint:

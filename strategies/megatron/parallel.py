@@ -6,6 +6,7 @@ import logging
 import re
 import signal
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,16 +32,18 @@ from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.grid import Shape
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.mirror import Redundancy
-from unicron_lightning.strategies.megatron.batches import StageEvaluation, StageSteps
+from unicron_lightning.strategies.megatron.batches import StageSteps, stage_evaluation
 from unicron_lightning.strategies.megatron.checkpoints import GridCheckpoints, GridDivision
 from unicron_lightning.strategies.megatron.checks import (
     check_megatron_config,
     check_megatron_layout,
     check_megatron_trainer,
+    check_validation_loader,
     find_megatron_module,
 )
 from unicron_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_scheduler, split_configuration
 from unicron_lightning.strategies.parallelism import Parallelism
+from unicron_lightning.strategies.passes.evaluation import GlobalPasses
 from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.session import Session
@@ -82,7 +85,7 @@ class MegatronParallel(Parallelism):
     ) -> None:
         self.strategy = strategy
         self.steps = StageSteps(self, divergence)
-        self.evaluation = StageEvaluation(self)
+        self.evaluation = GlobalPasses(strategy, check_validation_loader, partial(stage_evaluation, self))
         self.checkpoints = GridCheckpoints(self)
         self.division: GridDivision = GridDivision(self)
         self._script = Shape(tensor=tensor, pipeline=pipeline, replicas=1)

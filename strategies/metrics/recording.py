@@ -73,13 +73,12 @@ class RecordingResults(_ResultCollection):
     @contextmanager
     def recording(self, batch: Any) -> Iterator[list[LogCall]]:
         """Record all log calls of the block in the yielded list only; ``batch`` provides the batch size."""
-        before = self.batch, self.batch_size, self._calls
         calls: list[LogCall] = []
-        self.batch, self.batch_size, self._calls = batch, None, calls
+        before = self.exchange((batch, None, calls))
         try:
             yield calls
         finally:
-            self.batch, self.batch_size, self._calls = before
+            self.exchange(before)
 
     def exchange(self, recording: Recording) -> Recording:
         """Put another recording in place, and return the present one."""
@@ -196,18 +195,7 @@ class RecordingResults(_ResultCollection):
         self, options: Sequence[Any], graph: bool, synchronised: bool, first_rank: bool, in_hook: bool
     ) -> _Metadata:
         """Create metadata equal to those with which Lightning, or `replay`, will log the value again."""
-        fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx = options
-        meta = _Metadata(
-            fx=fx,
-            name=name,
-            prog_bar=prog_bar,
-            logger=logger,
-            on_step=on_step,
-            on_epoch=on_epoch,
-            reduce_fx=getattr(torch, reduce),
-            enable_graph=graph,
-            add_dataloader_idx=add_dataloader_idx,
-        )
+        meta = _Metadata(**_named(options), enable_graph=graph)
         function = self._synchronise if in_hook else _Sync.no_op
         meta.sync = _Sync(fn=function, _should=synchronised, rank_zero_only=first_rank)
         return meta
@@ -248,20 +236,7 @@ class RecordingResults(_ResultCollection):
 
     def _log_as(self, options: Options, value: Any, batch_size: int, metric: str | None) -> None:
         self._forget_local()
-        fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx = options
-        super().log(
-            fx,
-            name,
-            value,
-            prog_bar=prog_bar,
-            logger=logger,
-            on_step=on_step,
-            on_epoch=on_epoch,
-            reduce_fx=getattr(torch, reduce),
-            add_dataloader_idx=add_dataloader_idx,
-            batch_size=batch_size,
-            metric_attribute=metric,
-        )
+        super().log(value=value, **_named(options), batch_size=batch_size, metric_attribute=metric)
 
     def _weight(self, options: Options, batch_size: int | None) -> float:
         if batch_size is not None:
@@ -276,6 +251,13 @@ class RecordingResults(_ResultCollection):
 def _options(meta: Any) -> list[Any]:
     own = [meta.fx, meta.name, meta.prog_bar, meta.logger, meta.on_step, meta.on_epoch]
     return [*own, _reduction_name(meta.reduce_fx), meta.add_dataloader_idx]
+
+
+def _named(options: Sequence[Any]) -> dict[str, Any]:
+    """Return the identity of a logged value as Lightning's arguments."""
+    names = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx")
+    found = dict(zip(names, options, strict=True))
+    return {**found, "reduce_fx": getattr(torch, found["reduce_fx"])}
 
 
 def _reduction_name(function: Any) -> str:

@@ -8,7 +8,6 @@ the order of batches, and logged by all workers, so they do not depend on the di
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -305,27 +304,22 @@ def _states(current: _Pass, parts: Sequence[Mapping[Any, Any]]) -> Sequence[Mapp
     return [by_batch[number] for number in sorted(by_batch)]
 
 
-class GlobalPasses(ABC):
+class GlobalPasses:
     """Validation and test passes of a model that several workers hold together, over global batches.
 
     Args:
         strategy: the strategy that they belong to.
+        check: refuses a loader, by a `ConfigError`, whose batches cannot be distributed.
+        operation: returns the operation that runs a global batch.
     """
 
-    def __init__(self, strategy: FaultTolerantStrategy) -> None:
-        self._strategy = strategy
-
-    @abstractmethod
-    def check_data(self, loader: DataLoader[Any]) -> None:
-        """Refuse a loader.
-
-        Raises:
-            ConfigError: its batches cannot be distributed.
-        """
-
-    @abstractmethod
-    def operation(self, batch: PassBatch) -> ReplicaEvaluation:
-        """Return the operation that runs a global batch."""
+    def __init__(
+        self,
+        strategy: FaultTolerantStrategy,
+        check: Callable[[DataLoader[Any]], None],
+        operation: Callable[[PassBatch], ReplicaEvaluation],
+    ) -> None:
+        self._strategy, self._check, self._operation = strategy, check, operation
 
     def begin_run(self, trainer: pl.Trainer) -> None:
         dtype = logged_dtype(self._strategy.precision_plugin)
@@ -333,7 +327,7 @@ class GlobalPasses(ABC):
             loop._results = RecordingResults(False, self._strategy.reduce, dtype=dtype)
 
     def loader(self, trainer: pl.Trainer, loader: DataLoader[Any]) -> PassLoader:
-        self.check_data(loader)
+        self._check(loader)
         most = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
         return self._strategy.loaders.global_pass(trainer, loader, most)
 
@@ -363,7 +357,7 @@ class GlobalPasses(ABC):
         item = PassBatch(strategy, batch, where)
         # Parameters are gathered into normal tensors, as in training, and a failure may change them.
         with strategy.collectives.refused(item.method), preserved(), torch.inference_mode(False), torch.no_grad():
-            item.log(unpack_parts(strategy.engine.run(self.operation(item))))
+            item.log(unpack_parts(strategy.engine.run(self._operation(item))))
 
 
 class PassBatch:

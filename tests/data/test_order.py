@@ -40,10 +40,10 @@ def order_of(loader: DataLoader[Any], devices: int = 1, accumulation: int = 1, s
 
 def epoch_of(order: DataOrder, epoch: int) -> list[list[list[int]]]:
     """Return samples by step and micro-batch."""
-    return [
-        [order.indices(epoch, step, m) for m in order.micro_batches(step, epoch)]
-        for step in range(order.num_steps(epoch))
-    ]
+    steps: list[list[list[int]]] = [[] for _ in range(order.num_steps(epoch))]
+    for place in (order.place(epoch, number) for number in range(order.num_micro_batches(epoch))):
+        steps[place[1]].append(order.indices(*place))
+    return steps
 
 
 def flat(steps: list[list[list[int]]]) -> list[int]:

@@ -341,7 +341,7 @@ def ordered(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
     from unicron_lightning.data.order import DataOrder, StepShape
 
     order = DataOrder(loader, StepShape(devices=workers, accumulation=1), 5, shuffle=True)
-    batches = [order.indices(0, step, m) for step in range(order.num_steps(0)) for m in order.micro_batches(step, 0)]
+    batches = [order.indices(*order.place(0, number)) for number in range(order.num_micro_batches(0))]
     return DataLoader(loader.dataset, batch_sampler=batches)
 
 

@@ -64,7 +64,7 @@ class Rank:
         self.update()
         self.save(number + 1)
         dist.barrier()
-        self.mirror.protect(number + 1)
+        self.mirror.keep(number + 1)
 
     def update(self) -> None:
         """Run from the gradients of all to the parameters of all."""
@@ -148,7 +148,7 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def killed(rank: int, world: int, folder: Path, *, when: str, dying: list[int], **options: Any) -> dict[str, Any]:
     """Scenario: two steps, then ranks die at some moment; the others restore the state and continue training."""
     me = Rank(rank, world, folder, dying, **options)
-    me.mirror.protect(0)
+    me.mirror.keep(0)
     me.step(0)
     me.step(1)
     kept = MOMENTS[when](me)
@@ -168,7 +168,7 @@ def killed(rank: int, world: int, folder: Path, *, when: str, dying: list[int], 
     gradients = kept is None or all(
         torch.equal(old, p.main_grad) for old, p in zip(kept, me.training.ddp.module.parameters(), strict=True)
     )
-    me.mirror.protect(found[0])
+    me.mirror.keep(found[0])
     norms = [me.training.step(number, MICRO_BATCHES) for number in range(found[0], found[0] + 2)]
     me.close()
     return {"versions": found, "exact": exact, "gradients": gradients, "norms": norms}
@@ -185,10 +185,10 @@ def grown(rank: int, world: int, folder: Path, *, founders: int) -> dict[str, An
     mirror = Mirror(optimizer := ShardedOptimizer(training.ddp, training.optimizer), Redundancy(copies=0))
     if not joins:
         mirror.join(exchange(folder, "mirror0", rank, founders))
-        mirror.hold(0)
+        mirror.keep(0)
         for number in range(2):
             training.step(number, MICRO_BATCHES)
-            mirror.hold(number + 1)
+            mirror.keep(number + 1)
         keep(optimizer, training, folder / f"before-2-{rank}.pt")
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -200,7 +200,7 @@ def grown(rank: int, world: int, folder: Path, *, founders: int) -> dict[str, An
     exact = equal(
         assembled(folder, "before", 2, list(range(founders))), assembled(folder, "after", 2, list(range(world)))
     )
-    mirror.hold(found[0])
+    mirror.keep(found[0])
     for bucket in [bucket for group in training.ddp.bucket_groups for bucket in group.buckets]:
         bucket.gradient_scaling_factor = 1 / world  # kept from before; the caller adapts it to a group's size
     norms = [training.step(number, MICRO_BATCHES) for number in (2, 3)]
@@ -231,12 +231,12 @@ def staged(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Scenario: two stages on two replicas; one replica dies, and its last copies have arrived in one stage only."""
     me = Rank(rank, world, folder, [], pp=2)
     replica = parallel_state.get_data_parallel_rank()
-    me.mirror.protect(0)
+    me.mirror.keep(0)
     me.step(0)
     me.step(1)
     dist.barrier()
     if rank in (0, 1):  # the first stage
-        me.mirror.protect(3)
+        me.mirror.keep(3)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     if replica == 1:
@@ -293,7 +293,7 @@ def _before_the_copies(me: Rank) -> None:
     me.die()
     me.survivors()
     with contextlib.suppress(CommunicatorAborted):
-        me.mirror.protect(3)
+        me.mirror.keep(3)
 
 
 MOMENTS: dict[str, Callable[[Rank], list[Tensor] | None]] = {

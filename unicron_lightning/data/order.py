@@ -119,11 +119,6 @@ class EpochOrder(ABC):
         """Optimizer steps of an epoch."""
         return math.ceil(self.num_micro_batches(epoch) / self.shape.of(epoch).micro_batches)
 
-    def micro_batches(self, step: int, epoch: int) -> range:
-        """Numbers of the micro-batches within step ``step`` of an epoch: fewer than M only in the last step."""
-        most = self.shape.of(epoch).micro_batches
-        return range(max(0, min(most, self.num_micro_batches(epoch) - step * most)))
-
 
 class DataOrder(EpochOrder):
     """Order and division of one data loader's samples.

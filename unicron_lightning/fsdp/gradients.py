@@ -119,14 +119,18 @@ class ShardedGradients:
         """Sum the gradients of a bucket over the replicas."""
         parts = [local_shard(torch.zeros_like(each) if each.grad is None else each.grad) for each in members]
         flat = torch.cat([part.reshape(-1) for part in parts])
-        if self.accelerated is not None and flat.device.type == self.device.type:
-            self.accelerated.allreduce([flat]).wait()
-        elif self.peers is not None:
-            self.peers.sum(flat)
+        self._add(flat)
         for each, part, summed in zip(members, parts, flat.split([part.numel() for part in parts]), strict=True):
             each.grad = with_local_shard(each, summed.view_as(part))
         if self.accelerated is None:
             self.reduced += 1
+
+    def _add(self, flat: Tensor) -> None:
+        """Sum a tensor over the replicas, in place."""
+        if self.accelerated is not None and flat.device.type == self.device.type:
+            self.accelerated.allreduce([flat]).wait()
+        elif self.peers is not None:
+            self.peers.sum(flat)
 
 
 def clip_shards(parameters: Iterable[nn.Parameter], most: float, norm: float) -> float:
@@ -219,12 +223,6 @@ class ExactShardedGradients(ShardedGradients):
             if row[0]:
                 each.write(None, out)
             parameter.grad = with_local_shard(parameter, out.view_as(part)) if row[0] else None
-
-    def _add(self, flat: Tensor) -> None:
-        if self.accelerated is not None and flat.device.type == self.device.type:
-            self.accelerated.allreduce([flat]).wait()
-        elif self.peers is not None:
-            self.peers.sum(flat)
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

@@ -4,7 +4,7 @@ Written for megatron-core 0.16; only this module depends on the internals of its
 `DistributedDataParallel`. Both objects are kept when the layout changes (their constructors run again on them), so that
 references to them and to their bound methods stay valid.
 
-A step is committed only after every worker has done its update and has the copies (`Mirror.protect`). At any
+A step is committed only after every worker has done its update and has the copies (`Mirror.keep`). At any
 moment the last committed version is therefore complete in host memory, own and mirrored, and no result of the next one
 has been published. After a failure at any moment, the members of the new epoch return to, or stay at, the newest
 version that one of them has committed; gradients of completed calls are kept.
@@ -329,6 +329,7 @@ class ShardKeeper:
         redundancy: number of copies.
 
     Attributes:
+        mirror: has the copies of this worker's shard and of others', by data-parallel ranks.
         founded: set by the strategy once all workers have the task's initial state.
         saved: steps in the newest checkpoint, set by the strategy after writing one; None without a checkpoint.
     """
@@ -337,20 +338,20 @@ class ShardKeeper:
         self._optimizer = optimizer
         self._gradients = gradients
         self._redundancy = redundancy
-        self._mirror = Mirror(optimizer, redundancy)
+        self.mirror = Mirror(optimizer, redundancy)
         self.founded = False
         self.saved: int | None = None
 
     def found(self, engine: Engine, channels: Channels) -> None:
         """Distribute the shards over the present replicas at the task's start. A collective of this shard's workers."""
         assert channels.exchange is not None
-        self._mirror.place = _place(engine)
-        self._mirror.forget(-1)
+        self.mirror.place = _place(engine)
+        self.mirror.forget(-1)
         try:
             self._optimizer.lay_out(self._optimizer.groups)
         finally:
             self._gradients.rebind()
-        self._mirror.join(channels.exchange)
+        self.mirror.join(channels.exchange)
 
     def keep(self, version: int) -> None:
         """Return when the present shard is safe. A collective of this shard's workers.
@@ -358,23 +359,11 @@ class ShardKeeper:
         Raises:
             CommunicatorAborted: one of them failed.
         """
-        if self._redundancy.copies:
-            self._mirror.protect(version)
-        else:
-            self._mirror.hold(version)
-
-    def copies(self, version: int) -> dict[int, Stored]:
-        """Return this rank's copies of a version, of its own shard first, by the data-parallel rank of the owner."""
-        return self._mirror.copies(version)
-
-    @property
-    def replicas(self) -> int:
-        """Ranks over which the state is spread."""
-        return self._mirror.ranks
+        self.mirror.keep(version)
 
     def replace(self, version: int) -> None:
         """`keep` a state from a checkpoint, which may have the number of a kept version."""
-        self._mirror.forget(version - 1)
+        self.mirror.forget(version - 1)
         self.keep(version)
         self.saved = version
 
@@ -411,7 +400,7 @@ class ShardKeeper:
         data = assemble(own, [each.piece for each in found], torch.cat(values or [torch.empty(0)]))
         self._optimizer.write(data, float(states[0]["steps"]))
         run_released(self._optimizer.gather_parameters)
-        self._mirror.forget(version - 1)
+        self.mirror.forget(version - 1)
         self.keep(version)
 
     def complete(self, states: Sequence[Mapping[str, Any]]) -> bool:
@@ -430,7 +419,7 @@ class ShardKeeper:
         Raises:
             CommunicatorAborted: a member failed.
         """
-        mirror = self._mirror
+        mirror = self.mirror
         mirror.place = _place(engine)
         mirror.pause()
         mirror.forget(version)  # an uncommitted attempt, which will be repeated
@@ -454,7 +443,7 @@ class ShardKeeper:
 
     def close(self) -> None:
         """Drop all copies."""
-        self._mirror.close()
+        self.mirror.close()
 
     def _loss(self, version: int, found: str) -> str:
         """Description of the loss for a log line."""

@@ -5,7 +5,7 @@ parameters with their main values and moments. A *holding* is a copy of one shar
 *version*, in the host memory of its owner or of a rank that mirrors it. Shards do not depend on the group's size: a
 holding made among three ranks serves a group of two, or of four.
 
-After each optimizer step and before its commit (`Mirror.protect`) a rank copies its shard into host memory and sends it
+After each optimizer step and before its commit (`Mirror.keep`) a rank copies its shard into host memory and sends it
 to its holders. Every buffer exists twice, so that one of two successive versions is complete at any moment. After a
 failure each member reports its holdings, and every member computes the same results from these reports: `versions`,
 `missing` and `transfers`, which are pure.
@@ -16,7 +16,7 @@ corresponding parameters. Versions are never mixed, wherever in a step the death
 optimizer step, the gathering of parameters or the copies. As no rank commits a step before its copies are made, the
 version is the last committed one.
 
-Gradients accumulated so far (``main_grad``) are kept. After `Mirror.restore`, call `Mirror.protect` for the restored
+Gradients accumulated so far (``main_grad``) are kept. After `Mirror.restore`, call `Mirror.keep` for the restored
 version: before, a second copy may not exist. If no version is complete (`ShardsLost`), only a checkpoint remains.
 
 **Cost.** Host memory: 24 bytes per element of a shard for its owner's copies, and as much again for each copy on
@@ -305,8 +305,10 @@ class Mirror:
         self._groups = {number: group for report in reports for number, group in report.groups.items()}
         self._arrange([report.pieces for report in reports], [report.place for report in reports])
 
-    def protect(self, version: int) -> None:
-        """Return when the present shard is copied and sent. A collective of the group; nothing without ``copies``.
+    def keep(self, version: int) -> None:
+        """Return when the present shard is copied for its owner, and sent to its holders. A collective of the group.
+
+        Without ``copies`` nothing is sent: the owner's is enough for a planned change of the group.
 
         Args:
             version: optimizer steps done.
@@ -314,18 +316,9 @@ class Mirror:
         Raises:
             CommunicatorAborted: the copies could not be made; the group has to recover.
         """
-        if self._redundancy.copies:
-            self._copy(version, send=True)
-
-    def hold(self, version: int) -> None:
-        """Copy the shard for its owner without sending it, as needed before a planned change of the group.
-
-        Args:
-            version: as for `protect`.
-        """
-        own = (stored for stored in self._stored if stored.layout == self._layout)
-        if all(stored.holding.version != version for stored in own):
-            self._copy(version, send=False)
+        own = (stored.holding.version for stored in self._stored if stored.layout == self._layout)
+        if self._redundancy.copies or version not in own:
+            self._copy(version)
 
     @property
     def ranks(self) -> int:
@@ -336,8 +329,7 @@ class Mirror:
     def copies(self, version: int) -> dict[int, Stored]:
         """Return the copies of a version in the present layout by their owners, this rank's own first.
 
-        There are none if its own is missing. They do not change until `protect` or `hold` is called for the second
-        version after it.
+        There are none if its own is missing. They do not change until `keep` is called for the second version after it.
         """
         assert self._ring is not None and self._exchange is not None, "call join first"
         layouts, rank = self._ring.layouts, self._exchange.rank
@@ -446,10 +438,10 @@ class Mirror:
         for slot in self._ring.slots:
             if all(stored.data is not slot.own for stored in self._stored):
                 return slot
-        # without copies: used by `hold`
+        # without copies
         return VersionBuffers(own=torch.empty(ROWS, self._ring.elements(self._exchange.rank)), kept=[])
 
-    def _copy(self, version: int, *, send: bool) -> None:
+    def _copy(self, version: int) -> None:
         """Copy from device to host, then from host to host."""
         ring, exchange = self._ring, self._exchange
         assert ring is not None and exchange is not None, "call join first"
@@ -463,8 +455,6 @@ class Mirror:
         if self._optimizer.device.type == "cuda":
             torch.cuda.current_stream(self._optimizer.device).synchronize()
         self._store(version, ring.layouts[exchange.rank], slot.own)
-        if not send:
-            return
         for number, kept in enumerate(slot.kept):
             assert not isinstance(exchange, SoloCommunicator)
             sources = ring.sources(number, exchange.rank)

@@ -18,9 +18,9 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.step import ReplicaEvaluation
 from unicron_lightning.strategies.megatron.batches import (
     StageBatches,
-    StageEvaluation,
     StageSteps,
     stage_batch,
+    stage_evaluation,
 )
 from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.control.activity import Activity
@@ -96,7 +96,7 @@ class Replica:
         grid = SimpleNamespace(strategy=None, member=member, tells=True)
         values: Any = SimpleNamespace(batch=batch, results=lambda numbers: bytes(numbers))
         batch.finished = self.looked.append
-        self.operation: ReplicaEvaluation = StageEvaluation(grid).operation(values)  # type: ignore[arg-type]
+        self.operation: ReplicaEvaluation = stage_evaluation(grid, values)  # type: ignore[arg-type]
 
     device = torch.device("cpu")
     phase = ""
