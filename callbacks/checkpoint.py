@@ -13,9 +13,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from unicron_lightning.callbacks.strategy import engine_of
+from unicron_lightning.callbacks.strategy import strategy_of
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
 
 class MemoryCheckpoint(pl.Callback):
@@ -42,10 +41,7 @@ class MemoryCheckpoint(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        engine_of(trainer, self)
-        strategy = trainer.strategy
-        assert isinstance(strategy, FaultTolerantStrategy)
-        strategy.memory.use(self.every_n_steps, self.partners)
+        strategy_of(trainer, self).memory.use(self.every_n_steps, self.partners)
 
 
 class UnicronCheckpoint(ModelCheckpoint):
@@ -79,10 +75,10 @@ class UnicronCheckpoint(ModelCheckpoint):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        engine_of(trainer, self)
+        strategy = strategy_of(trainer, self)
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            _strategy(trainer).persisting.use(str(self.dirpath), self.partners, overlap=self.overlap)
+            strategy.persisting.use(str(self.dirpath), self.partners, overlap=self.overlap)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -94,13 +90,13 @@ class UnicronCheckpoint(ModelCheckpoint):
 
     @override
     def file_exists(self, filepath: Any, trainer: pl.Trainer) -> bool:
-        pending = _strategy(trainer).persisting.pending(filepath)
+        pending = strategy_of(trainer, self).persisting.pending(filepath)
         there = trainer.is_global_zero and (pending or self._fs.exists(filepath))
         return trainer.strategy.reduce_boolean_decision(there, all=False)
 
     @override
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        strategy = _strategy(trainer)
+        strategy = strategy_of(trainer, self)
         if strategy.collectives.interrupted():
             super()._save_checkpoint(trainer, filepath)
             return
@@ -110,11 +106,11 @@ class UnicronCheckpoint(ModelCheckpoint):
         self._last_checkpoint_saved = filepath
 
     def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
-        _strategy(trainer).persisting.after(partial(_link, trainer, Path(filepath), Path(linkpath)))
+        strategy_of(trainer, self).persisting.after(partial(_link, trainer, Path(filepath), Path(linkpath)))
 
     @override
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        _strategy(trainer).persisting.remove(filepath)
+        strategy_of(trainer, self).persisting.remove(filepath)
 
     def _count(self) -> None:
         self._complete += 1
@@ -134,9 +130,3 @@ def _link(trainer: pl.Trainer, target: Path, link: Path) -> None:
     else:
         link.unlink(missing_ok=True)
     link.symlink_to(os.path.relpath(target, link.parent))
-
-
-def _strategy(trainer: pl.Trainer) -> FaultTolerantStrategy:
-    strategy = trainer.strategy
-    assert isinstance(strategy, FaultTolerantStrategy)
-    return strategy

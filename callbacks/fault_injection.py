@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from unicron_lightning.callbacks.strategy import engine_of
+from unicron_lightning.callbacks.strategy import strategy_of
 from unicron_lightning.faults.arrivals import SCRIPT
 from unicron_lightning.faults.fault import Fault, Faults
 from unicron_lightning.worker.engine import Engine
@@ -36,7 +36,7 @@ class FaultInjection(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        engine = engine_of(trainer, self)
+        engine = strategy_of(trainer, self).engine
         if engine is self._engine:  # of an earlier run of the same script
             return
         self._engine = engine

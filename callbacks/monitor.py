@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from unicron_lightning.callbacks.history import History, Sighting, in_words
-from unicron_lightning.callbacks.strategy import engine_of
+from unicron_lightning.callbacks.strategy import strategy_of
 from unicron_lightning.cli.output import visible
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.engine import Engine
@@ -140,7 +140,7 @@ class UnicronMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._trainer, self._engine = trainer, engine_of(trainer, self)
+        self._trainer, self._engine = trainer, strategy_of(trainer, self).engine
         control = self._engine.control
         if control is not None and self.history.take not in control.listeners:
             control.listeners.append(self.history.take)

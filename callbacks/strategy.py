@@ -1,4 +1,4 @@
-"""Access of callbacks to the engine of a trainer's strategy."""
+"""Access of callbacks to a trainer's strategy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import lightning.pytorch as pl
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 from unicron_lightning.strategies.lightning_root import is_other, refuse
-from unicron_lightning.worker.engine import Engine
 
 
-def engine_of(trainer: pl.Trainer, asked_by: pl.Callback) -> Engine:
-    """Return the engine of the trainer's strategy.
+def strategy_of(trainer: pl.Trainer, asked_by: pl.Callback) -> FaultTolerantStrategy:
+    """Return the trainer's strategy.
 
     Raises:
         ConfigError: the strategy is another one.
@@ -23,4 +22,4 @@ def engine_of(trainer: pl.Trainer, asked_by: pl.Callback) -> Engine:
         raise ConfigError(
             f'{type(asked_by).__name__} needs Trainer(strategy="unicron"), found {type(strategy).__qualname__}'
         )
-    return strategy.engine
+    return strategy

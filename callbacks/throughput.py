@@ -12,7 +12,7 @@ from lightning.fabric.utilities.throughput import Throughput, get_available_flop
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from typing_extensions import override
 
-from unicron_lightning.callbacks.strategy import engine_of
+from unicron_lightning.callbacks.strategy import strategy_of
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.reporting import told_flops
@@ -125,7 +125,7 @@ class ThroughputMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._engine = engine_of(trainer, self)
+        self._engine = strategy_of(trainer, self).engine
         if stage == "fit":
             self._account = TimeAccount(time.perf_counter())
             self._flops = told_flops(pl_module)

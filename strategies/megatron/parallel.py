@@ -24,7 +24,7 @@ from torch import nn
 from unicron_lightning import wire
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.model import ShardModel, sequence_length
+from unicron_lightning.megatron.model import ShardModel, sequence_length, unwrapped
 from unicron_lightning.megatron.world import build_world, current_groups, enter_world, leave_world
 from unicron_lightning.planner.performance.description import PRESETS
 from unicron_lightning.replica.channels import Channels
@@ -308,7 +308,8 @@ def spread_of(
     tensor = {
         name: getattr(config, name, None) for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size")
     }
-    tensor["vocab_size"] = _vocabulary(module)
+    model = unwrapped(module, "vocab_size")
+    tensor["vocab_size"] = None if model is None else int(model.vocab_size)
     if getattr(config, "sequence_parallel", False):
         tensor["sequence_length"] = sequence_length
     evenly = not any(getattr(config, name, None) for name in _STAGES_OF_THEIR_OWN)
@@ -331,7 +332,7 @@ def shape_of(config: Any, module: nn.Module, sequence_length: int) -> dict[str, 
         module: Megatron's model.
         sequence_length: of a sample.
     """
-    model = _inner(module)
+    model = unwrapped(module, "vocab_size")
     if model is None:
         return {}
     shape: dict[str, bool | int | str] = {
@@ -356,19 +357,3 @@ def preset_of(device: Any) -> str | None:
     words = re.split(r"[^A-Za-z0-9]+", device.name)
     fits = (name for name, known in PRESETS.items() if name in words and device.total_memory > 0.9 * known.memory_bytes)
     return next(fits, None)
-
-
-def _vocabulary(module: nn.Module) -> int | None:
-    """Rows of the embedding, if the model specifies them."""
-    model = _inner(module)
-    return None if model is None else int(model.vocab_size)
-
-
-def _inner(module: nn.Module) -> Any:
-    """The model without its wrappers, if it specifies its vocabulary; else None."""
-    inner: Any = module
-    while not hasattr(inner, "vocab_size"):
-        if not hasattr(inner, "module"):
-            return None
-        inner = inner.module
-    return inner

@@ -180,9 +180,7 @@ class ShardModel:
         The last stage gets the first one's tied embeddings, which construction without peers has left at zero; all
         replicas get the first one's parameters.
         """
-        inner: Any = self.module
-        while not hasattr(inner, "setup_embeddings_and_output_layer") and hasattr(inner, "module"):
-            inner = inner.module
+        inner = unwrapped(self.module, "setup_embeddings_and_output_layer")
         if getattr(inner, "share_embeddings_and_output_weights", False):
             inner.setup_embeddings_and_output_layer()
         self.ddp.broadcast_params()
@@ -235,19 +233,25 @@ class ShardModel:
         return [self.ddp, self.optimizer, self.config]
 
 
+def unwrapped(module: nn.Module, attribute: str) -> Any:
+    """Return a model without the wrappers around the one that has an attribute; None if there is none."""
+    inner: Any = module
+    while inner is not None and not hasattr(inner, attribute):
+        inner = getattr(inner, "module", None)
+    return inner
+
+
 def sequence_length(module: nn.Module) -> int:
     """The longest sequence that a model accepts.
 
     Raises:
         ConfigError: the model does not specify it.
     """
-    inner: Any = module
-    while not hasattr(inner, "max_sequence_length"):
-        if not hasattr(inner, "module"):
-            raise ConfigError(
-                f"{type(module).__qualname__} has no max_sequence_length; give the strategy sequence_length=..."
-            )
-        inner = inner.module
+    inner = unwrapped(module, "max_sequence_length")
+    if inner is None:
+        raise ConfigError(
+            f"{type(module).__qualname__} has no max_sequence_length; give the strategy sequence_length=..."
+        )
     return int(inner.max_sequence_length)
 
 
