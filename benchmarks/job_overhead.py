@@ -79,7 +79,7 @@ def checkpoints(beside: bool) -> pl.Callback:
 
     kind._save_checkpoint = timed  # type: ignore[method-assign]
     if beside:
-        from unicron_lightning.strategies.state.persisting import Persisting
+        from unicron_lightning.strategies.state.checkpointing import Persisting
 
         settle = Persisting.settle
 

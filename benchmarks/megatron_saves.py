@@ -47,7 +47,7 @@ def work(folder: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from unicron_lightning.callbacks import UnicronCheckpoint
-    from unicron_lightning.strategies.state.persisting import Persisting
+    from unicron_lightning.strategies.state.checkpointing import Persisting
 
     log = (folder / f"times-{os.getpid()}.jsonl").open("w", buffering=1)
     beside = json.loads((folder / "settings.json").read_text())["beside"]

@@ -13,8 +13,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from unicron_lightning.callbacks.strategy import strategy_of
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.fault_tolerant import strategy_of
 
 
 class MemoryCheckpoint(pl.Callback):

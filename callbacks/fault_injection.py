@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from unicron_lightning.callbacks.strategy import strategy_of
 from unicron_lightning.faults.arrivals import SCRIPT
 from unicron_lightning.faults.fault import Fault, Faults
+from unicron_lightning.strategies.fault_tolerant import strategy_of
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.injector import Injector
 

@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from unicron_lightning.callbacks.history import History, Sighting, in_words
-from unicron_lightning.callbacks.strategy import strategy_of
 from unicron_lightning.cli.output import visible
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.fault_tolerant import strategy_of
 from unicron_lightning.worker.engine import Engine
 
 

@@ -12,9 +12,9 @@ from lightning.fabric.utilities.throughput import Throughput, get_available_flop
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from typing_extensions import override
 
-from unicron_lightning.callbacks.strategy import strategy_of
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.fault_tolerant import strategy_of
 from unicron_lightning.strategies.reporting import told_flops
 from unicron_lightning.worker.engine import Engine
 

@@ -5,12 +5,13 @@ the task's present world is; the first factor may depend on the data epoch (`sch
 called once per micro-batch; Lightning's batch hooks and counters see one batch per optimizer step, so they never depend
 on the world.
 Failures are recovered inside `FaultTolerantStrategy.training_step` and the other operations; joiners enter before a
-step.
+step. Lightning's own collectives go through the engine, too (`CollectingStrategy`).
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,9 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.data import has_len_all_ranks
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -31,24 +34,30 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies import lightning_root
 from unicron_lightning.strategies.checks import check_module, check_trainer
 from unicron_lightning.strategies.collectives import default_group
-from unicron_lightning.strategies.collectives.lightning import CollectingStrategy
+from unicron_lightning.strategies.collectives.operations import Collectives
 from unicron_lightning.strategies.console import Announcements, say, take_over_bar
-from unicron_lightning.strategies.environment import own_device
+from unicron_lightning.strategies.environment import UnicronEnvironment, own_device
+from unicron_lightning.strategies.lightning_root import check_accelerator, is_other, meet, refuse
 from unicron_lightning.strategies.membership import Membership
-from unicron_lightning.strategies.metrics.loggers import continue_files, continued, follow, record_versions, take_over
+from unicron_lightning.strategies.metrics.loggers import (
+    continue_files,
+    continued,
+    follow,
+    is_log_dir,
+    record_versions,
+    take_over,
+)
 from unicron_lightning.strategies.metrics.recording import RecordingResults, logged_dtype
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.passes.loaders import Loaders, install_estimates, loading
 from unicron_lightning.strategies.reporting import RunLauncher, report_exception, told_flops
 from unicron_lightning.strategies.schedule import Schedule, TimedValidation, declare
 from unicron_lightning.strategies.state import callbacks, join_state
-from unicron_lightning.strategies.state.checkpointing import ResumedCheckpoints
+from unicron_lightning.strategies.state.checkpointing import Persisting, ResumedCheckpoints
 from unicron_lightning.strategies.state.comparison import describe_model
 from unicron_lightning.strategies.state.memory import WholeDivision
-from unicron_lightning.strategies.state.persisting import Persisting
 from unicron_lightning.strategies.stopping import Stopping, surround
 from unicron_lightning.worker.comparison import Comparison
 from unicron_lightning.worker.control.statistics import Summary
@@ -58,6 +67,93 @@ from unicron_lightning.worker.reproducible import announced, restore_kernels, us
 from unicron_lightning.worker.session import Session
 from unicron_lightning.worker.sums import LogCall, SumsLayout
 from unicron_lightning.worker.witness import Witness
+
+
+class CollectingStrategy(ParallelStrategy):
+    """Collectives called by Lightning and scripts; before the first run no values are exchanged."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._environment = UnicronEnvironment()
+        super().__init__(cluster_environment=self._environment, **kwargs)
+        self._collectives: Collectives | None = None
+        self._is_first = True
+        self._trainer: pl.Trainer | None = None
+        self._loads = ""
+
+    @property
+    @override
+    def accelerator(self) -> pl.accelerators.Accelerator | None:
+        return super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: pl.accelerators.Accelerator) -> None:
+        check_accelerator(accelerator, type(self))
+        self._accelerator = accelerator
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there may be other workers: Lightning then calls `reduce` for values that hooks log."""
+        return environ.under_agent()
+
+    def _begin_collectives(self, session: Session, trainer: pl.Trainer, *, is_first: bool, is_group: bool) -> None:
+        """Exchange values from now on; by `torch.distributed` too, if the workers are its default group."""
+        if self._collectives is None:
+            self._collectives = Collectives(session)
+            self._is_first = is_first
+        self._collectives.records = self._is_first or trainer.state.fn == TrainerFn.FITTING
+        self._collectives.scope = f"{session.begin_run()}"
+        if is_group:
+            default_group.register(self._environment.place, self._collectives)
+            default_group.keep_lightning_out(trainer)
+            session.closing = default_group.unregister
+
+    def _end_collectives(self, session: Session) -> None:
+        """End a run; the default group of a world of this process alone ends with it."""
+        if session.control is None:
+            default_group.unregister()
+
+    @property
+    def collectives(self) -> Collectives:
+        """Collectives of the present run."""
+        assert self._collectives is not None, "collectives need a run"
+        return self._collectives
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if name is not None and name.endswith("_dataloader()"):  # no need to wait: see `reduce`
+            self._loads = name.removesuffix("_dataloader()")
+        elif self._collectives is not None:
+            self._collectives.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self._collectives is None:
+            return obj
+        if self._trainer is not None and self.collectives.inside is not None and is_log_dir(self._trainer, obj):
+            return obj  # ``trainer.log_dir`` in a step: the loggers' versions are shared
+        return self._collectives.broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or self._collectives is None:
+            return tensor
+        if sys._getframe(1).f_code is has_len_all_ranks.__code__:
+            # Lightning asks whether all ranks' loaders have a length. They are equal; and ranks set up loaders at
+            # different places of the program (a joiner at its start), so this must not communicate.
+            return tensor * self.world_size
+        name = reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1]
+        return self._collectives.reduce(tensor, name.lower())
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide from the votes themselves: the world may have changed by the time all have arrived."""
+        return decision if self._collectives is None else self._collectives.decide(decision, every=all)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if sync_grads:
+            raise ConfigError("all_gather(sync_grads=True) is not supported by the unicron strategy")
+        return tensor.unsqueeze(0) if self._collectives is None else self._collectives.stack("all_gather", tensor)
 
 
 class FaultTolerantStrategy(CollectingStrategy):
@@ -562,5 +658,21 @@ class FaultTolerantStrategy(CollectingStrategy):
         super().teardown()
 
 
-lightning_root.meet(FaultTolerantStrategy)
+def strategy_of(trainer: pl.Trainer, asked_by: pl.Callback) -> FaultTolerantStrategy:
+    """Return the trainer's strategy.
+
+    Raises:
+        ConfigError: the strategy is another one.
+    """
+    if is_other(trainer):
+        raise refuse(f"the Trainer of the callback {type(asked_by).__name__}")
+    strategy = trainer.strategy
+    if not isinstance(strategy, FaultTolerantStrategy):
+        raise ConfigError(
+            f'{type(asked_by).__name__} needs Trainer(strategy="unicron"), found {type(strategy).__qualname__}'
+        )
+    return strategy
+
+
+meet(FaultTolerantStrategy)
 install_estimates()

@@ -45,6 +45,8 @@ from unicron_lightning.worker.session import Session
 from unicron_lightning.worker.step import GradientStep
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
 

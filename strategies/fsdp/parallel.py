@@ -25,7 +25,6 @@ from torchmetrics import Metric
 
 from unicron_lightning.data.order import StepShape, check_loader
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.fsdp.accelerator import accelerator_for
 from unicron_lightning.fsdp.holder import ShardHolder
 from unicron_lightning.fsdp.mesh import (
     ReplicaMesh,
@@ -33,9 +32,9 @@ from unicron_lightning.fsdp.mesh import (
     check_sharded_optimizer,
     sum_gradients,
 )
-from unicron_lightning.fsdp.model import FsdpShard
+from unicron_lightning.fsdp.model import FsdpShard, accelerator_for
 from unicron_lightning.fsdp.rows import number_of_rows
-from unicron_lightning.replica.grid import Shape
+from unicron_lightning.replica.layout import Shape
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.strategies.checks import check_optimizers
 from unicron_lightning.strategies.fsdp.checkpoints import ShardedCheckpoints

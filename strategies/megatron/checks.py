@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from unicron_lightning.data.order import check_loader
 from unicron_lightning.data.sources import Batches, Reopened, name_of
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.replica.grid import Shape
+from unicron_lightning.replica.layout import Shape
 
 
 def check_megatron_trainer(trainer: pl.Trainer) -> None:

@@ -24,7 +24,7 @@ from unicron_lightning.checkpoints.index import read_checkpoint
 from unicron_lightning.checkpoints.pieces import stage
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.local_cluster.processes import until
-from unicron_lightning.strategies.state.persisting import Persisting
+from unicron_lightning.strategies.state.checkpointing import Persisting
 
 
 class Line(pl.LightningModule):

@@ -35,7 +35,7 @@ from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.replica import fabric as fabric_module
 from unicron_lightning.replica.channels import COALESCED_REDUCE_SCATTERS, COLLECTIVES, REDUCE_SCATTERS
 from unicron_lightning.replica.fabric import ReplicaFabric
-from unicron_lightning.replica.grid import Shape
+from unicron_lightning.replica.layout import Shape
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.step import ReplicaStep
 from unicron_lightning.worker.agreement import StateDigest, parts_of

@@ -20,7 +20,7 @@ from unicron_lightning.fsdp.folder import whole_parameters
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.replica.channels import Channels
-from unicron_lightning.replica.grid import Shape
+from unicron_lightning.replica.layout import Shape
 from unicron_lightning.strategies.fsdp.parallel import PolicyPrecision, Sharding, shard_module
 from unicron_lightning.worker import codec
 

@@ -21,7 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a worker's script has only its own folder
 from worker.nccl_stand_in import StandInLibrary
 
-from unicron_lightning.fsdp.accelerator import ShardAccelerator
+from unicron_lightning.fsdp.model import ShardAccelerator
 from unicron_lightning.replica.channels import AcceleratedGroups, PeerGroup, ProcessGroup
 
 GARBAGE = 1e6

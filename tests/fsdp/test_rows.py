@@ -11,8 +11,7 @@ from unicron_lightning.fsdp.gradients import ShardedGradients
 from unicron_lightning.fsdp.holder import ShardHolder
 from unicron_lightning.fsdp.rows import StepRows
 from unicron_lightning.replica.fabric import EpochPlace
-from unicron_lightning.replica.grid import Shape
-from unicron_lightning.replica.layout import ShardReport, plan_layout
+from unicron_lightning.replica.layout import Shape, ShardReport, plan_layout
 from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.effects import Effects
 from unicron_lightning.worker.sums import SumsLayout

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from unicron_lightning import wire
-from unicron_lightning.fsdp.accelerator import nccl_group
+from unicron_lightning.fsdp.model import nccl_group
 from unicron_lightning.worker.communication.background_connect import abandoned
 from unicron_lightning.worker.communication.communicator import (
     Communicator,

@@ -22,7 +22,7 @@ from unicron_lightning.replica.channels import (
     ReduceScatter,
 )
 from unicron_lightning.replica.fabric import ReplicaFabric
-from unicron_lightning.replica.grid import Grid, Shape
+from unicron_lightning.replica.layout import Grid, Shape
 from unicron_lightning.worker.communication.gloo import wait_buried
 from unicron_lightning.worker.communication.lazy_groups import LazyGroups
 

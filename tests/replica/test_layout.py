@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unicron_lightning.replica.grid import Shape
-from unicron_lightning.replica.layout import Replica, ReplicaLayout, ShardReport, StateLost, plan_layout
+from unicron_lightning.replica.layout import Replica, ReplicaLayout, Shape, ShardReport, StateLost, plan_layout
 from unicron_lightning.replica.step import FINAL, OPEN, SUMMED, CallReport, kept_calls, plan_calls
 
 SHAPE = Shape(tensor=1, pipeline=2, replicas=2)

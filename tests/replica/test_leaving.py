@@ -11,8 +11,7 @@ import torch
 
 from unicron_lightning import wire
 from unicron_lightning.replica.fabric import Phase, ReplicaFabric, run_released
-from unicron_lightning.replica.grid import Shape
-from unicron_lightning.replica.layout import ShardReport
+from unicron_lightning.replica.layout import Shape, ShardReport
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted
 from unicron_lightning.worker.communication.lazy_groups import LazyGroups
 

@@ -16,7 +16,7 @@ from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, reshard
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.fsdp.rows import number_of_rows, own_of_rows
 from unicron_lightning.replica.fabric import EpochPlace, ReplicaFabric, run_released
-from unicron_lightning.replica.grid import Shape
+from unicron_lightning.replica.layout import Shape
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts

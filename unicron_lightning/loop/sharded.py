@@ -26,7 +26,6 @@ from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.passes import IndexedBatches, PassBatches
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.fsdp.accelerator import accelerator_for
 from unicron_lightning.fsdp.folder import (
     held_part,
     load_optimizer,
@@ -37,14 +36,14 @@ from unicron_lightning.fsdp.folder import (
 from unicron_lightning.fsdp.gradients import clip_shards
 from unicron_lightning.fsdp.holder import ShardHolder
 from unicron_lightning.fsdp.mesh import check_norms, check_sharded_optimizer, reshard, shard_mesh, sum_gradients
-from unicron_lightning.fsdp.model import FsdpShard, optimizer_shard
+from unicron_lightning.fsdp.model import FsdpShard, accelerator_for, optimizer_shard
 from unicron_lightning.fsdp.rows import StepRows, number_of_rows
 from unicron_lightning.loop.evaluation import LoopPass, encode_values
 from unicron_lightning.loop.loop_steps import BACKWARD, FunctionCalls, LoopSteps
 from unicron_lightning.loop.models import WholeModels
 from unicron_lightning.loop.registered import RegisteredObjects
 from unicron_lightning.replica.division import ReplicaDivision
-from unicron_lightning.replica.grid import Shape
+from unicron_lightning.replica.layout import Shape
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import NO_DIGEST

@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from unicron_lightning.replica.channels import AcceleratedGroup, AcceleratedGroups, Channels, ProcessGroup
-from unicron_lightning.replica.grid import Grid, Shape
+from unicron_lightning.replica.layout import Grid, Shape
 from unicron_lightning.worker.communication.gloo import OPERATION_TIMEOUT
 
 BACKEND: Final = "unicron"

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unicron_lightning.replica.grid import Grid
+from unicron_lightning.replica.layout import Grid
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted, SoloCommunicator
 from unicron_lightning.worker.communication.gloo import LOOK_UP, Ending, GlooCommunicator, GlooGroup, Unfinished
 from unicron_lightning.worker.communication.lazy_groups import LazyGroups, Retirement, connect_apart

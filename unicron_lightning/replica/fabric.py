@@ -28,8 +28,7 @@ from typing_extensions import override
 
 from unicron_lightning import wire
 from unicron_lightning.replica.channels import Channels, PeerGroup
-from unicron_lightning.replica.grid import Shape
-from unicron_lightning.replica.layout import ReplicaLayout, ShardReport, StateLost, plan_layout
+from unicron_lightning.replica.layout import ReplicaLayout, Shape, ShardReport, StateLost, plan_layout
 from unicron_lightning.worker.communication.communicator import (
     Communicator,
     CommunicatorAborted,

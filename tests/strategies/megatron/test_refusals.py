@@ -21,7 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from unicron_lightning.data.sources import as_loader
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.performance.description import TransformerProfile
-from unicron_lightning.replica.grid import Shape
+from unicron_lightning.replica.layout import Shape
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.megatron.checks import (
     check_megatron_config,
@@ -29,8 +29,7 @@ from unicron_lightning.strategies.megatron.checks import (
     check_megatron_loader,
     check_validation_loader,
 )
-from unicron_lightning.strategies.megatron.optimizer import make_scheduler, split_configuration
-from unicron_lightning.strategies.megatron.parallel import preset_of, shape_of
+from unicron_lightning.strategies.megatron.parallel import make_scheduler, preset_of, shape_of, split_configuration
 from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
 
 
