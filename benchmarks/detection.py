@@ -31,7 +31,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,7 @@ def series(system: str, fault: str, runs: int, folder: Path, python: Path, overr
     with ExitStack() as stack:
         stack.callback(run.processes.stop)
         if fault == "cut":
-            run.proxy = stack.enter_context(Proxy(run.port))
+            run.proxy = stack.enter_context(closing(Proxy(run.port)))
         try:
             run.start()
             for _ in range(runs):

@@ -70,7 +70,7 @@ class Collectives(OfProcess):
         self.starting = True
         self.records = True
         self.inside: str | None = None
-        self.evaluates: Callable[[], str | None] = _no_evaluation
+        self.evaluates: Callable[[], str | None] = lambda: None
         self.scope = ""
         self.live = True
         self.interrupted: Callable[[], bool] = lambda: False
@@ -206,12 +206,5 @@ def filled(name: str, parts: Sequence[Tensor]) -> list[Tensor]:
         shapes = [tuple(part.shape) for part in parts]
         raise ShapesDiffer(f"{name}() was given tensors of the shapes {shapes}; expected the same but in dimension 0")
     logger.info("gathered_rows_repeated name=%s rows=%s", name, rows)
-    return [_repeated(part if len(part) else longest, max(rows)) for part in parts]
-
-
-def _repeated(part: Tensor, rows: int) -> Tensor:
-    return part if len(part) == rows else part[torch.arange(rows) % len(part)]
-
-
-def _no_evaluation() -> None:
-    """Tell that no batch of an evaluation is in progress."""
+    sources = [part if len(part) else longest for part in parts]
+    return [part if len(part) == len(longest) else part[torch.arange(len(longest)) % len(part)] for part in sources]

@@ -329,7 +329,8 @@ class FsdpParallel(Parallelism):
 
     def _all_rows(self) -> int:
         """Number of rows of a whole step of the present epoch."""
-        return self.rows(range(self.strategy.shape.of(self.strategy.trainer.current_epoch).micro_batches))
+        epoch = self.strategy.trainer.current_epoch
+        return number_of_rows(range(self.strategy.shape.of(epoch).micro_batches), self.size)
 
     def found(self, *, resumes: bool) -> None:
         self._build()
@@ -351,12 +352,8 @@ class FsdpParallel(Parallelism):
         return self.holder.share(micro_batches, self.steps.balance)
 
     def own(self, in_full_step: Sequence[int]) -> list[int]:
-        whole = range(self.rows(range(in_full_step[-1] + 1)) * self.size)
+        whole = range(number_of_rows(range(in_full_step[-1] + 1), self.size) * self.size)
         return present(self.share(whole), in_full_step)
-
-    def rows(self, micro_batches: Sequence[int]) -> int:
-        """Number of rows of S micro-batches, one for each shard."""
-        return number_of_rows(micro_batches, self.size)
 
     def at_boundary(self) -> None:
         self.member.fabric.leave_if_surplus()

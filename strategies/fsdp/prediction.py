@@ -72,11 +72,11 @@ class ShardedPredictions(Predictions):
 
     def _run(self, place: int, number: int, counts: bool) -> None:
         """Run a batch of a loader together with the partners."""
-        loader, loop = self._loaders[place], self._trainer.predict_loop
+        loader, loop = self._loaders[place], self.trainer.predict_loop
         self._prepare(place, number)
         if counts:
             with self._interruptible(place):
-                loop._predict_step(loader.fetch(number), loader.record(number), place, None)
+                loop._predict_step(loader.batches.get(number), loader.record(number), place, None)
             loader.finished.add(number)
             return
         strategy = self._parallel.strategy
@@ -87,7 +87,7 @@ class ShardedPredictions(Predictions):
     @contextmanager
     def _interruptible(self, place: int) -> Iterator[None]:
         """Withdraw the records of a batch that an exception interrupts."""
-        loop, loader = self._trainer.predict_loop, self._loaders[place]
+        loop, loader = self.trainer.predict_loop, self._loaders[place]
         progress, started, indices = loop.batch_progress.state_dict(), loader.started, loop.epoch_batch_indices[place]
         recorded = len(indices)
         try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.model import ShardModel
 from unicron_lightning.megatron.sharded import check_redundancy
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.mirror import Redundancy
@@ -90,11 +89,6 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
     def pipeline_model_parallel_size(self) -> int:
         """The present PP."""
         return self._grid.shape.pipeline
-
-    @property
-    def model_shard(self) -> ShardModel:
-        """This worker's part of the model, with Megatron's data parallelism and optimizer."""
-        return self._grid.member.model
 
     @property
     def coordinate(self) -> tuple[int, int]:

@@ -231,7 +231,7 @@ class Passes:
         results.record_into(current.calls.setdefault(number, []))
         try:
             current.loop._evaluation_step(
-                current.loader.fetch(number), current.loop.batch_progress.current.ready, current.index or 0, None
+                current.loader.batches.get(number), current.loop.batch_progress.current.ready, current.index or 0, None
             )
             current.loader.finished.add(number)
         finally:

@@ -67,7 +67,8 @@ class PredictionLoader(EvaluationLoader):
         """Record the indices of a batch for prediction writers; return the batch's place on this rank."""
         place, self.started = self.started, self.started + 1
         if self._recorded is None:
-            self._predictions.forget_indices()
+            # Writers get none of a stream's batch; Lightning would give them those of the loader before.
+            self._predictions.trainer.predict_loop.current_batch_indices = []
         else:
             self.batch_sampler = self._recorded  # Lightning's loop reads the indices there
             self._recorded.seen_batch_indices.append(self.batches.indices(number))
@@ -89,10 +90,13 @@ class Predictions(OfProcess):
     Args:
         trainer: runs the loop.
         engine: this worker's engine.
+
+    Attributes:
+        trainer: as above.
     """
 
     def __init__(self, trainer: pl.Trainer, engine: Engine) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self._engine = engine
         self._begun = False
         self._current: tuple[PredictionLoader, int] | None = None
@@ -120,10 +124,6 @@ class Predictions(OfProcess):
         loader.record(number)
         self._prepare(self._loaders.index(loader), number)
 
-    def forget_indices(self) -> None:
-        """Give writers no indices of a stream's batch; Lightning would give them those of the loader before."""
-        self._trainer.predict_loop.current_batch_indices = []
-
     def finish(self) -> None:
         """Complete the run: return when each batch has been predicted by a living worker."""
         self._complete()
@@ -138,7 +138,7 @@ class Predictions(OfProcess):
 
     @property
     def _loaders(self) -> list[PredictionLoader]:
-        combined = self._trainer.predict_loop._combined_loader
+        combined = self.trainer.predict_loop._combined_loader
         assert combined is not None
         loaders: list[PredictionLoader] = combined.flattened
         return loaders
@@ -148,8 +148,8 @@ class Predictions(OfProcess):
         if self._begun:
             return
         self._begun = True
-        for loader, most in zip(self._loaders, self._trainer.predict_loop.max_batches, strict=True):
-            loader.begin(self._trainer.current_epoch, most)
+        for loader, most in zip(self._loaders, self.trainer.predict_loop.max_batches, strict=True):
+            loader.begin(self.trainer.current_epoch, most)
             loader.withdraw(0)
 
     def _complete(self) -> None:
@@ -168,7 +168,7 @@ class Predictions(OfProcess):
         place, own = divmod(number, PART)
         loader = self._loaders[place]
         self._prepare(place, own)
-        self._trainer.predict_loop._predict_step(loader.fetch(own), loader.record(own), place, None)
+        self.trainer.predict_loop._predict_step(loader.batches.get(own), loader.record(own), place, None)
         loader.finished.add(own)
 
 

@@ -141,7 +141,7 @@ def state(trainer: pl.Trainer, module: Stage) -> dict[str, Any]:
     """Return this worker's part of the model and of the optimizer, as plain data."""
     strategy: Any = trainer.strategy
     spare = trainer.world_size > 1 and strategy.fabric.place.replica is None
-    inner = strategy.model_shard.optimizer
+    inner = strategy.parallelism.member.model.optimizer
     state = {} if module.script.zero or spare else _states(inner.chained_optimizers[0].optimizer, module.model)
     return {
         "spare": spare,

@@ -10,7 +10,7 @@ from PIL import Image
 from unicron_lightning.coordinator.incidents.facts import EpochPublished, WorkerDeath
 from unicron_lightning.demo.cluster import draw_losses, longest_gap, loss_curve, prove_work, step_times
 from unicron_lightning.demo.dataset import Windows
-from unicron_lightning.demo.failures import first_of_each, moments
+from unicron_lightning.demo.failures import moments
 
 Line = dict[str, Any]
 
@@ -65,7 +65,7 @@ def test_a_story_begins_with_the_kill_and_says_each_thing_once() -> None:
         {"at": 5.08, "name": "worker.recovered", "fields": recovered},
         {"at": 5.09, "name": "worker.recovered", "fields": recovered},
     ]
-    story = first_of_each(moments(events, 5.0, 6.0))
+    story = moments(events, 5.0, 6.0)
     assert [(moment.what, round(moment.milliseconds)) for moment in story] == [
         ("detected", 20),
         ("epoch 2", 30),

@@ -81,7 +81,7 @@ class Module(pl.LightningModule):
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the parameters, of the optimizer's tensors and settings, and of the schedule."""
-        shard: Any = self.trainer.strategy.model_shard  # type: ignore[attr-defined]
+        shard: Any = self.trainer.strategy.parallelism.member.model  # type: ignore[attr-defined]
         [part] = shard.optimizer.chained_optimizers
         groups, names = part.optimizer.param_groups, iter(range(1000))
         tensors = {name: each.detach() for name, each in self.model.named_parameters()}
@@ -151,7 +151,7 @@ class Remembered(pl.Callback):
 
 
 def _shard(trainer: pl.Trainer) -> Any:
-    return trainer.strategy.model_shard  # type: ignore[attr-defined]
+    return trainer.strategy.parallelism.member.model  # type: ignore[attr-defined]
 
 
 def members(rank: int, world: int, folder: Path, kind: str) -> None:

@@ -395,10 +395,6 @@ class EvaluationLoader(InPlace):
         self.batches.plan(reports.finished, rank, reports.world, self.finished)
         return (number for number, _ in self.batches.rows())
 
-    def fetch(self, number: int) -> Any:
-        """One batch by number."""
-        return self.batches.get(number)
-
     def end(self) -> None:
         """End the pass."""
         self.batches.end()
@@ -409,6 +405,6 @@ class EvaluationLoader(InPlace):
     def _items(self) -> Iterator[Any]:
         self.end()
         for number in self._begin(self):
-            batch = self.fetch(number)
+            batch = self.batches.get(number)
             self._start(number)
             yield batch

@@ -43,12 +43,12 @@ class TimelineEvent:
 
 
 def moments(events: Sequence[dict[str, Any]], killed_at: float, until: float) -> list[TimelineEvent]:
-    """Events after a kill, in order; all times by one machine's clock."""
+    """Events after a kill, in order, without repetitions by several workers; all times by one machine's clock."""
     found = [m for event in events if killed_at <= event["at"] < until for m in _moment(event)]
-    return [
-        TimelineEvent(what=what, milliseconds=1e3 * (at - killed_at), detail=detail)
-        for at, what, detail in sorted(found)
-    ]
+    first: dict[tuple[str, str], TimelineEvent] = {}
+    for at, what, detail in sorted(found):
+        first.setdefault((what, detail), TimelineEvent(what=what, milliseconds=1e3 * (at - killed_at), detail=detail))
+    return list(first.values())
 
 
 def _moment(event: dict[str, Any]) -> Iterator[tuple[float, str, str]]:
@@ -71,18 +71,6 @@ def _moment(event: dict[str, Any]) -> Iterator[tuple[float, str, str]]:
             yield at, "coordinator back", "with its state"
         case _ if name == "worker_ready_to_join":
             yield at, "ready to join", f"worker {fields['worker']}"
-
-
-def first_of_each(story: Sequence[TimelineEvent]) -> list[TimelineEvent]:
-    """The events without repetitions by several workers."""
-    seen: set[tuple[str, str]] = set()
-    result = []
-    for moment in story:
-        key = moment.what, moment.detail
-        if key not in seen:
-            seen.add(key)
-            result.append(moment)
-    return result
 
 
 TOLERANCE = 1e-5
@@ -195,7 +183,7 @@ def _tell(console: Console, run: StruckRun) -> None:
     times = step_times(run.diary)
     for number, fault in enumerate(run.faults):
         until = run.faults[number + 1].at if number + 1 < len(run.faults) else float("inf")
-        story = first_of_each(moments(run.events, fault.at, until))
+        story = moments(run.events, fault.at, until)
         table.add_row(fault.name, "0.0", "killed", f"during step {fault.step + 1}", style="red")
         for moment in story:
             table.add_row("", f"{moment.milliseconds:.1f}", moment.what, moment.detail)

@@ -14,7 +14,7 @@ from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.data.passes import RowPart
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, reshard
 from unicron_lightning.fsdp.model import FsdpShard
-from unicron_lightning.fsdp.rows import number_of_rows, own_of_rows
+from unicron_lightning.fsdp.rows import number_of_rows
 from unicron_lightning.replica.fabric import EpochPlace, ReplicaFabric, run_released
 from unicron_lightning.replica.layout import Shape
 from unicron_lightning.replica.member import ReplicaMember
@@ -112,7 +112,7 @@ class ShardHolder:
         """Return this worker's micro-batches of a step in the present world."""
         number = number_of_rows(micro_batches, self.fabric.shape.shards)
         rows = self.member.share(range(number), None if balance is None else balance.counts(number))
-        return own_of_rows(micro_batches, rows, self.part)
+        return [micro_batches[self.part.own(row, len(micro_batches))[0]] for row in rows]
 
     def writing(self, engine: Engine, write: Callable[[list[Any]], str]) -> WriteFile:
         """Return the operation that writes a file with the shards of one replica, by its first worker.

@@ -24,11 +24,6 @@ def number_of_rows(micro_batches: Sequence[int], size: int) -> int:
     return -(-len(micro_batches) // size)
 
 
-def own_of_rows(micro_batches: Sequence[int], rows: Sequence[int], part: RowPart) -> list[int]:
-    """Return a worker's micro-batch of each of some rows; the last one completes the last row, and does not count."""
-    return [micro_batches[part.own(row, len(micro_batches))[0]] for row in rows]
-
-
 class StepRows:
     """Runs this worker's micro-batches of a step, row by row.
 
