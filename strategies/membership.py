@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 import msgspec
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -52,7 +53,7 @@ class Membership:
         self.logged: bytes | None = None
         self.joins = False
         self._arrival: dict[str, Any] | None = None
-        self._reset: Callable[[], None] = _nothing
+        self._reset: Callable[[], None] = do_nothing_closure
         """Restores the part of the state that is not in `_arrival`."""
         self._parts = False
         self._checked = False
@@ -163,7 +164,7 @@ class Membership:
         strategy = self._strategy
         assert self._arrival is not None
         state, self._arrival = self._arrival, None
-        reset, self._reset = self._reset, _nothing
+        reset, self._reset = self._reset, do_nothing_closure
         restore(trainer, state, strategy.agreed, strategy.root_device)
         reset()
         strategy.stopping.agreed = trainer.should_stop
@@ -271,10 +272,6 @@ class Membership:
         self._kept = [*known][-_KEPT:]
         found = join_state.beside(trainer, checkpoint, strategy.agreed, strategy.seed, strategy.session.fits)
         return codec.encode({**found, **strategy.parallelism.state(trainer), "kept": self._kept})
-
-
-def _nothing() -> None:
-    """Restore nothing."""
 
 
 def part(strategy: FaultTolerantStrategy, trainer: pl.Trainer, state: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from torch import nn
 from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
@@ -134,16 +135,12 @@ def keep_lightning_out(trainer: pl.Trainer) -> None:
         return
     data.prepare_data = partial(_hiding, data.prepare_data)  # type: ignore[method-assign]
     signals._sigterm_notifier_fn = partial(_hiding, signals._sigterm_notifier_fn)  # type: ignore[method-assign]
-    loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+    loop._broadcast_sigterm_tensor = do_nothing_closure  # type: ignore[method-assign]
 
 
 def _hiding(function: Callable[..., None], *args: Any) -> None:
     with hidden():
         function(*args)
-
-
-def _nothing() -> None:
-    """Stands for a collective that is not needed."""
 
 
 def never() -> bool:

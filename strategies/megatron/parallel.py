@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import _configure_schedulers_automatic_opt
+from lightning.pytorch.core.optimizer import _configure_schedulers_automatic_opt, do_nothing_closure
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core import tensor_parallel
@@ -379,7 +379,7 @@ def _keep_to_itself(trainer: pl.Trainer) -> None:
     Spares are in no group, and ranks of broken replicas would hang. A SIGTERM is recorded, as without a process group,
     and handled between steps (`Membership.boundary`).
     """
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = do_nothing_closure  # type: ignore[method-assign]
     connector: Any = trainer._signal_connector
 
     def note(number: int, _: FrameType | None) -> None:
@@ -387,10 +387,6 @@ def _keep_to_itself(trainer: pl.Trainer) -> None:
         connector.received_sigterm = True
 
     connector._sigterm_notifier_fn = note
-
-
-def _nothing() -> None:
-    """Replace the broadcast."""
 
 
 def build_shard(

@@ -9,21 +9,17 @@ worker processes are not restarted for this.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from unicron_lightning.data.order import DataOrder, MicroBatchId, PartOrder
 from unicron_lightning.data.seeding import place_seed, preserved, seed_all
+from unicron_lightning.data.sources import as_it_is
 
-ItemT = TypeVar("ItemT")
 Ahead = Callable[[MicroBatchId], Iterator[MicroBatchId]]
 """Yields the places that this rank expects to need, from a given place on, in order."""
-
-
-def _as_it_is(item: ItemT) -> ItemT:
-    return item
 
 
 class _MicroBatchItems(Dataset[Any]):
@@ -86,7 +82,7 @@ class Fetcher:
                 self._items,
                 batch_size=None,
                 sampler=_Requests(self._requests),
-                collate_fn=_as_it_is,
+                collate_fn=as_it_is,
                 num_workers=loader.num_workers,
                 pin_memory=loader.pin_memory,
                 timeout=loader.timeout,

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from unicron_lightning.copying import OfProcess
 from unicron_lightning.data.seeding import preserved
-from unicron_lightning.data.sources import Reopened, name_of
+from unicron_lightning.data.sources import Reopened, as_it_is, name_of
 from unicron_lightning.data.streams import ENDS, StreamEnds
 
 
@@ -90,7 +90,7 @@ class GlobalBatch:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """A copy is a batch of this rank's samples."""
-        return _same, (self.own(),)
+        return as_it_is, (self.own(),)
 
     def place(self, number: int) -> int:
         """Return the number that a micro-batch would have in a full step."""
@@ -231,7 +231,7 @@ class InPlace:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """A copy of a trainer has the ordinary loader, as this one belongs to a run."""
-        return _same, (self.ordinary,)
+        return as_it_is, (self.ordinary,)
 
     def close(self) -> None:
         """Stop the loader's worker processes."""
@@ -260,7 +260,3 @@ class Items(OfProcess, Iterator[Any]):
 
     def __next__(self) -> Any:
         return next(self._items)
-
-
-def _same(value: Any) -> Any:
-    return value

@@ -82,7 +82,7 @@ def as_loader(users: Any, devices: int, *, once: bool = False) -> DataLoader[Any
     name = type(users).__qualname__
     if _has_index(users):
         batches = Batches(users)
-        return DataLoader(batches, batch_size=None, sampler=SequentialSampler(batches), collate_fn=_as_it_is)
+        return DataLoader(batches, batch_size=None, sampler=SequentialSampler(batches), collate_fn=as_it_is)
     if once and isinstance(users, Iterable):
         return _reopened(users)
     try:
@@ -119,11 +119,12 @@ def _has_index(users: Any) -> bool:
 
 
 def _reopened(users: Iterable[Any]) -> DataLoader[Any]:
-    return DataLoader(Reopened(users), batch_size=None, collate_fn=_as_it_is)
+    return DataLoader(Reopened(users), batch_size=None, collate_fn=as_it_is)
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def as_it_is(item: Any) -> Any:
+    """Return an item: stands for a function that would change it."""
+    return item
 
 
 def same(one: Any, other: Any) -> bool:

@@ -132,7 +132,7 @@ class FsdpShard:
         self.fits = 0
         self.device = device
         self.grad_norm = 0.0
-        self.loaded: Callable[[], None] = _nothing
+        self.loaded: Callable[[], None] = lambda: None
         self.gradients = (ExactShardedGradients if exact else ShardedGradients)(list(root.parameters()), device)
         self.accelerator = accelerator
         self._alone: PeerGroup | None = None
@@ -272,7 +272,3 @@ def optimizer_shard(optimizer: Optimizer) -> dict[str, Any]:
         return local_shard(value.detach()) if isinstance(value, torch.Tensor) else value
 
     return with_values(optimizer.state_dict(), own)
-
-
-def _nothing() -> None:
-    """Follow no loads."""
