@@ -109,13 +109,20 @@ class Kept(UnicronCheckpoint):
                 trainer.lightning_module.net.weight.mul_(2)
 
 
-@pytest.mark.parametrize("doubles_at", [-1, 2])
-def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doubles_at: int) -> None:
+@pytest.fixture
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy takes longer than a step."""
+
     def slow(*arguments: Any) -> Any:
         time.sleep(0.3)
         return stage(*arguments)
 
     monkeypatch.setattr("unicron_lightning.checkpoints.beside.stage", slow)
+
+
+@pytest.mark.usefixtures("slow_copies")
+@pytest.mark.parametrize("doubles_at", [-1, 2])
+def test_the_optimizer_waits_for_the_copy(tmp_path: Path, doubles_at: int) -> None:
     saver = Kept(tmp_path, every_n_train_steps=2, save_top_k=-1, overlap=True)
     saver.doubles_at = doubles_at
     trained(saver, steps=8)
@@ -128,14 +135,8 @@ def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.Mo
             )
 
 
-def test_a_checkpoint_whose_successor_fails_is_removed_with_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(*arguments: Any) -> Any:
-        time.sleep(0.2)
-        return stage(*arguments)
-
-    monkeypatch.setattr("unicron_lightning.checkpoints.beside.stage", slow)
+@pytest.mark.usefixtures("slow_copies")
+def test_a_checkpoint_whose_successor_fails_is_removed_with_the_next(tmp_path: Path) -> None:
     saver = Kept(tmp_path, every_n_train_steps=2, save_top_k=1)
     saver.doubles_at = 6
     trained(saver, steps=9)
@@ -225,14 +226,8 @@ class Frozen(Line):
         return super().training_step(batch, batch_idx)
 
 
-def test_frozen_parameters_are_copied_while_steps_write_to_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(*arguments: Any) -> Any:
-        time.sleep(0.2)
-        return stage(*arguments)
-
-    monkeypatch.setattr("unicron_lightning.checkpoints.beside.stage", slow)
+@pytest.mark.usefixtures("slow_copies")
+def test_frozen_parameters_are_copied_while_steps_write_to_them(tmp_path: Path) -> None:
     saver = UnicronCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
     trained(saver, steps=6, module=Frozen)
     assert sorted(path.name for path in tmp_path.iterdir()) == [

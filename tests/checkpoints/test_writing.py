@@ -151,6 +151,23 @@ def group_of(tmp_path: Path) -> Iterator[Any]:
         group.close()
 
 
+@pytest.fixture
+def add_version(tmp_path: Path) -> Iterator[Any]:
+    """Give a rank's writer version N, of ``N.ckpt``."""
+    buffers: list[PooledMemory] = []
+
+    def add(writer: Versions, number: int, rank: int, holders: list[list[int]] | None = None) -> None:
+        path, held = str(tmp_path / f"{number}.ckpt"), holders or [[0, 1]]
+        order = WriteVersion(number=number, name=f"v{number}", path=path, rank=rank, holders=held)
+        order, memories = staged(MemoryPool(), order)
+        buffers.extend(memories)
+        writer.add(order, [mmap.mmap(each.descriptor, 0) for each in memories])
+
+    yield add
+    for each in buffers:
+        each.release()
+
+
 def check(path: Path | str) -> None:
     state, rest = content()
     found = read_checkpoint(path)
@@ -270,16 +287,14 @@ def test_the_files_of_a_failed_version_stay_for_a_writer_that_comes_late(group_o
     assert not list(tmp_path.iterdir())
 
 
-def test_a_late_writer_with_nothing_to_write_waits_for_no_version_that_was_removed(tmp_path: Path) -> None:
+def test_a_late_writer_with_nothing_to_write_waits_for_no_version_that_was_removed(
+    add_version: Any, tmp_path: Path
+) -> None:
     """The second rank holds copies of the first one's only part."""
-    writers, buffers = [Versions(), Versions()], []
+    writers = [Versions(), Versions()]
     for number in (1, 2):
         for rank, writer in enumerate(writers):
-            path = str(tmp_path / f"{number}.ckpt")
-            order = WriteVersion(number=number, name=f"v{number}", path=path, rank=rank, holders=[[0, 1]])
-            order, memories = staged(MemoryPool(), order)
-            buffers += memories
-            writer.add(order, [mmap.mmap(each.descriptor, 0) for each in memories])
+            add_version(writer, number, rank)
         if number == 1:
             assert not writers[1].advance(), "the version may still come"
             assert [type(each) for each in writers[0].advance()] == [VersionWritten]
@@ -289,19 +304,15 @@ def test_a_late_writer_with_nothing_to_write_waits_for_no_version_that_was_remov
     over, written = sorted(writers[1].advance(), key=lambda each: each.number)
     assert over == VersionOver(number=1) and isinstance(written, VersionWritten)
     assert [each.name for each in tmp_path.iterdir()] == ["2.ckpt"]
-    for each in buffers:
-        each.release()
 
 
-def test_a_writer_does_not_wait_for_a_version_that_was_removed_before_it_looked(tmp_path: Path) -> None:
+def test_a_writer_does_not_wait_for_a_version_that_was_removed_before_it_looked(
+    add_version: Any, tmp_path: Path
+) -> None:
     """Both ranks write a part; the first one publishes the version, and removes it when a later one is complete."""
-    writers, buffers = [Versions(), Versions()], []
+    writers = [Versions(), Versions()]
     for rank, writer in enumerate(writers):
-        path = str(tmp_path / "1.ckpt")
-        order = WriteVersion(number=1, name="v1", path=path, rank=rank, holders=[[0, 1], [1, 0]])
-        order, memories = staged(MemoryPool(), order)
-        buffers += memories
-        writer.add(order, [mmap.mmap(each.descriptor, 0) for each in memories])
+        add_version(writer, 1, rank, [[0, 1], [1, 0]])
     assert not writers[1].advance(), "its part is written"
     assert [type(each) for each in writers[0].advance()] == [VersionWritten]
     shutil.rmtree(tmp_path / "1.ckpt")
@@ -309,22 +320,15 @@ def test_a_writer_does_not_wait_for_a_version_that_was_removed_before_it_looked(
     writers[1].ending = True
     assert writers[1].advance() == [VersionOver(number=1)]
     assert not list(tmp_path.iterdir())
-    for each in buffers:
-        each.release()
 
 
 def test_a_holder_of_a_copy_waits_at_the_end_for_the_newest_version_and_writes_it_if_the_first_one_dies(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    add_version: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The first rank, whose part it is, dies before it has begun; an end of the run does not make the part nobody's."""
-    writer, buffers = Versions(), []
+    writer = Versions()
     for number in (1, 2):
-        path = str(tmp_path / f"{number}.ckpt")
-        order, memories = staged(
-            MemoryPool(), WriteVersion(number=number, name=f"v{number}", path=path, rank=1, holders=[[0, 1]])
-        )
-        buffers += memories
-        writer.add(order, [mmap.mmap(each.descriptor, 0) for each in memories])
+        add_version(writer, number, 1)
     writer.ending = True
     assert not writer.advance() and not list(tmp_path.iterdir())
     writer.gone(2, [0])
@@ -333,29 +337,18 @@ def test_a_holder_of_a_copy_waits_at_the_end_for_the_newest_version_and_writes_i
     assert isinstance(written, VersionWritten) and written.number == 2
     assert over == VersionOver(number=1), "it is older, and nobody has begun it"
     assert [each.name for each in tmp_path.iterdir()] == ["2.ckpt"]
-    order, memories = staged(
-        MemoryPool(), WriteVersion(number=3, name="v3", path=str(tmp_path / "3.ckpt"), rank=1, holders=[[0, 1]])
-    )
-    buffers += memories
-    writer.add(order, [mmap.mmap(each.descriptor, 0) for each in memories])
+    add_version(writer, 3, 1)
     assert not writer.advance()
     monkeypatch.setattr("unicron_lightning.checkpoints.writer.BEGIN_SECONDS", 0.0)
     assert writer.advance() == [VersionOver(number=3)], "the first one still lives, and has removed it itself"
-    for each in buffers:
-        each.release()
 
 
-def test_a_worker_that_waits_leaves_versions_without_a_trace_to_others(tmp_path: Path) -> None:
+def test_a_worker_that_waits_leaves_versions_without_a_trace_to_others(add_version: Any, tmp_path: Path) -> None:
     """All of them have been written, and removed, before the second rank's writer had started."""
     first, second = Versions(), Versions()
-    buffers = []
     for number in (1, 2, 3):
         for rank, writer in enumerate((first, second)):
-            path = str(tmp_path / f"{number}.ckpt")
-            order = WriteVersion(number=number, name=f"v{number}", path=path, rank=rank, holders=[[0, 1]])
-            order, memories = staged(MemoryPool(), order)
-            buffers += memories
-            writer.add(order, [mmap.mmap(each.descriptor, 0) for each in memories])
+            add_version(writer, number, rank)
         if number < 3:
             first.advance()
             shutil.rmtree(tmp_path / f"{number}.ckpt")
@@ -364,8 +357,6 @@ def test_a_worker_that_waits_leaves_versions_without_a_trace_to_others(tmp_path:
     assert [each.number for each in second.advance()] == [1, 2, 3], "the third one has no trace yet, either"
     first.leave_untraced()
     assert [type(each) for each in first.advance()] == [VersionWritten], "it writes the third one itself"
-    for each in buffers:
-        each.release()
 
 
 def test_a_writer_that_is_late_leaves_no_folder_behind(group_of: Any, tmp_path: Path) -> None:

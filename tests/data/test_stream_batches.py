@@ -17,18 +17,8 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.rows import share_streams
 
 
-class Lengths(IterableDataset[Any]):
-    """Device d has ``lengths[d]`` samples."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from ((devices.rank, number) for number in range(self.lengths[devices.rank]))
-
-
 def batches_of(lengths: list[int], most: float = math.inf) -> StreamBatches:
-    loader: DataLoader[Any] = DataLoader(Lengths(lengths), batch_size=None)
+    loader: DataLoader[Any] = DataLoader(devices.Lengths(lengths), batch_size=None)
     opener = StreamOpener(loader, len(lengths), 1, devices.seen_as)
     batches = StreamBatches(opener, len(lengths), contextlib.nullcontext)
     batches.begin(0, most)
@@ -43,7 +33,7 @@ def test_ranks_have_whole_streams_and_deal_out_the_rest() -> None:
     finished, samples = set[int](), []
     batches.plan(frozenset(), 1, 2, finished)
     for number, _ in batches.rows():
-        samples.append(tuple(batches.get(number)))
+        samples.append(tuple(batches.get(number).tolist()))
         finished.add(number)
     assert samples == [(1, 0), (2, 1)]
     assert finished == {1, 5, ENDS + 1 + 3, ENDS + 2 + 2 * 3}

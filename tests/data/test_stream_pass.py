@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from data import devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.steps import PassLoader, StreamPass, most_of
@@ -21,19 +19,9 @@ from unicron_lightning.data.streams import StreamEnds, StreamOpener, Streams
 from unicron_lightning.errors import ConfigError
 
 
-class Lengths(IterableDataset[Any]):
-    """Device d has ``lengths[d]`` samples."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from (torch.tensor([devices.rank, number]) for number in range(self.lengths[devices.rank]))
-
-
 def pass_of(lengths: list[int], accumulation: int = 2, most: float = math.inf, **options: Any) -> PassLoader:
     """Return a pass of a worker that is alone, and has all streams."""
-    loader: DataLoader[Any] = DataLoader(Lengths(lengths), **{"batch_size": 2, "drop_last": True, **options})
+    loader: DataLoader[Any] = DataLoader(devices.Lengths(lengths), **{"batch_size": 2, "drop_last": True, **options})
     shape, ends = StepShape(devices=len(lengths), accumulation=accumulation), StreamEnds()
     streams = Streams(StreamOpener(loader, len(lengths), 1, devices.seen_as), shape, ends, one_size=True)
     steps = partial(

@@ -73,10 +73,10 @@ class Worker:
                         break
                     done += 1
                     if counts:
-                        self.samples.append(tuple(batches.get(number)))
+                        self.samples.append(tuple(batches.get(number).tolist()))
                         self.finished.add(number)
                     else:
-                        self.stand_ins.append(tuple(batches.stand_in(number)))
+                        self.stand_ins.append(tuple(batches.stand_in(number).tolist()))
                 batches.end()
             except Cut:
                 pass
