@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from unicron_lightning.data.combined import CombinedPass
 from unicron_lightning.data.loader import GlobalBatch
-from unicron_lightning.data.passes import EvaluationLoader, PassBatches
+from unicron_lightning.data.passes import EvaluationLoader
 from unicron_lightning.data.seeding import RandomPurpose, preserved, seeded
 from unicron_lightning.data.steps import PassLoader
 from unicron_lightning.data.streams import ENDS
@@ -86,15 +86,15 @@ class Passes:
             )
 
     def loader(self, trainer: pl.Trainer, loader: DataLoader[Any]) -> EvaluationLoader:
-        return self._made(loader, self._strategy.loaders.pass_batches(loader, self._strategy.seed, order_seed()))
+        return self._made(loader, loader)
 
     def together(self, combined: CombinedPass) -> EvaluationLoader:
         """Return the loader of several loaders that are read at once."""
-        batches = self._strategy.loaders.combined_batches(combined)
         first, _ = combined.parts[0].opened()
-        return self._made(first, batches)
+        return self._made(first, combined)
 
-    def _made(self, loader: DataLoader[Any], batches: PassBatches) -> EvaluationLoader:
+    def _made(self, loader: DataLoader[Any], source: DataLoader[Any] | CombinedPass) -> EvaluationLoader:
+        batches = self._strategy.loaders.pass_batches(source, order_seed())
         return EvaluationLoader(loader, batches, self.begin, self.start_batch)
 
     def step(self, run: Callable[[], Any], args: Sequence[Any]) -> Any:

@@ -151,7 +151,7 @@ class Loaders:
             if self._predictions is None:
                 self._predictions = self._strategy.parallelism.predictions(trainer, self._strategy.engine)
             loader = unwrapped(loader)
-            made = PredictionLoader(loader, self.pass_batches(loader, seed, seed), self._predictions)
+            made = PredictionLoader(loader, self.pass_batches(loader, seed), self._predictions)
         else:
             made = self._strategy.parallelism.evaluation.loader(trainer, loader)
         if not is_users or (trainer.predicting and not self._samples):
@@ -162,32 +162,33 @@ class Loaders:
             self._strategy.schedule.attend(trainer, made, shape, made)
         elif isinstance(combined, CombinedSteps) and users is combined.flattened[0]:
             self._strategy.schedule.attend(trainer, combined, shape, made)
+        self._keep(trainer, made)
+        return made
+
+    def _keep(self, trainer: pl.Trainer, made: Made) -> None:
+        """Remember a loader for Lightning's loops."""
         if isinstance(made, EvaluationLoader | PassLoader):
             made.iterates = self._iterates
         made.taken = partial(show_ordinary, trainer)
         self._made.append(made)
-        return made
 
-    def pass_batches(self, loader: DataLoader[Any], seed: int, shuffle_seed: int) -> PassBatches:
-        """Return the batches of a loader in an evaluation, for workers that each hold the whole model.
+    def pass_batches(self, source: DataLoader[Any] | CombinedPass, shuffle_seed: int) -> PassBatches:
+        """Return the batches of a pass, for workers that each hold the whole model.
 
         Args:
-            loader: the user's.
-            seed: of augmentation and of streams' random state; equal on all members, also if the script's seeds differ.
-            shuffle_seed: of the order of data with an index.
+            source: the user's loader, or several that are read at once.
+            shuffle_seed: of the order of a loader's data with an index. Augmentation and streams' random state have the
+                strategy's seed, which is equal on all members, also if the script's seeds differ.
         """
-        if isinstance(loader.dataset, IterableDataset):
-            return StreamBatches(self._opener(loader, seed), self._strategy.shape.devices, self._reading)
-        order = DataOrder(loader, self._rounds, shuffle_seed)
-        return IndexedBatches(order, partial(Fetcher, loader, order, seed))
-
-    def combined_batches(self, combined: CombinedPass) -> PassBatches:
-        """Return the batches of several loaders that an evaluation reads at once."""
-        if combined.streams:
-            opener = self._combined_opener(combined, self._strategy.seed)
-            return StreamBatches(opener, self._strategy.shape.devices, self._reading)
-        order = combined.order()
-        return IndexedBatches(order, partial(combined.fetchers, order))
+        seed, devices = self._strategy.seed, self._strategy.shape.devices
+        is_stream = source.streams if isinstance(source, CombinedPass) else isinstance(source.dataset, IterableDataset)
+        if is_stream:
+            return StreamBatches(self._opener(source, seed), devices, self._reading)
+        if isinstance(source, CombinedPass):
+            together = source.order()
+            return IndexedBatches(together, partial(source.fetchers, together))
+        order = DataOrder(source, self._rounds, shuffle_seed)
+        return IndexedBatches(order, partial(Fetcher, source, order, seed))
 
     @property
     def _rounds(self) -> StepShape:
@@ -300,22 +301,20 @@ class Loaders:
 
     def _whole_pass(self, trainer: pl.Trainer, combined: CombinedPass) -> EvaluationLoader:
         made: EvaluationLoader = self._strategy.parallelism.evaluation.together(combined)
-        made.iterates, made.taken = self._iterates, partial(show_ordinary, trainer)
-        self._made.append(made)
+        self._keep(trainer, made)
         return made
 
     def _whole_steps(self, trainer: pl.Trainer, combined: CombinedSteps) -> TrainingLoader:
         most = combined.most
         if combined.streams:
-            opener = self._combined_opener(combined, order_seed())
+            opener = self._opener(combined, order_seed())
             steps = self._streamed(trainer, opener, None if math.isinf(most) else int(most))
             made = TrainingLoader(opener.loader, steps)
         else:
             order = combined.order(most)
             first, _ = combined.parts[0].opened()
             made = TrainingLoader(first, IndexedSteps(order, partial(combined.fetchers, order), self._pace(trainer)))
-        made.taken = partial(show_ordinary, trainer)
-        self._made.append(made)
+        self._keep(trainer, made)
         return made
 
     def _pace(self, trainer: pl.Trainer) -> StepPace:
@@ -348,12 +347,6 @@ class Loaders:
         order = self._order(trainer, loader, strategy.shape)
         most = math.inf if limit is None else limit
         return IndexedSteps(order, partial(Fetcher, loader, order, strategy.seed), self._pace(trainer), lambda: most)
-
-    def _combined_opener(self, combined: Combined[Any], seed: int) -> CombinedOpener:
-        devices = self._strategy.shape.devices
-        seen_as = partial(self._strategy.seen_as, size=devices)
-        parts = [part.opened() for part in combined.parts]
-        return CombinedOpener(parts, combined.mode, combined.structure, devices, seed, seen_as, once=self._once)
 
     def _streamed(self, trainer: pl.Trainer, opener: StreamOpener, limit: int | None) -> StreamSteps:
         """Return the steps of streams in training."""
@@ -413,9 +406,13 @@ class Loaders:
         agree = partial(agree_on_ends, self._strategy.engine)
         return {"own": self._strategy.parallelism.own, "agree": agree, "reading": self._reading}
 
-    def _opener(self, loader: DataLoader[Any], seed: int) -> StreamOpener:
+    def _opener(self, source: DataLoader[Any] | Combined[Any], seed: int) -> StreamOpener:
         devices = self._strategy.shape.devices
-        return StreamOpener(loader, devices, seed, partial(self._strategy.seen_as, size=devices), once=self._once)
+        options = (devices, seed, partial(self._strategy.seen_as, size=devices))
+        if isinstance(source, DataLoader):
+            return StreamOpener(source, *options, once=self._once)
+        parts = [part.opened() for part in source.parts]
+        return CombinedOpener(parts, source.mode, source.structure, *options, once=self._once)
 
     def _reading(self) -> AbstractContextManager[None]:
         return self._strategy.engine.activity.during("data")
