@@ -27,15 +27,7 @@ def test_a_checkpoint(worlds: Worlds, tmp_path: Path, strategy: str, form: str) 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_state_of_a_member(worlds: Worlds, tmp_path: Path, strategy: str) -> None:
-    worlds.run("restored:members", 1, tmp_path, strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_double_precision(worlds: Worlds, tmp_path: Path, strategy: str) -> None:
-    worlds.run("restored:double", 1, tmp_path, strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_dropped_trainer(worlds: Worlds, tmp_path: Path, strategy: str) -> None:
-    worlds.run("restored:dropped", 1, tmp_path, strategy=strategy)
+@pytest.mark.parametrize("scenario", ["members", "double", "dropped"])
+def test_a_state(worlds: Worlds, tmp_path: Path, strategy: str, scenario: str) -> None:
+    """That of a member for a joiner, that of double precision, and of a trainer that is dropped."""
+    worlds.run(f"restored:{scenario}", 1, tmp_path, strategy=strategy)

@@ -29,32 +29,24 @@ def run(worlds: Worlds, folder: Path, world: int, dying: list[int], **arguments:
     return survivors[0]
 
 
-@pytest.mark.parametrize(("world", "rank", "options"), [(2, 0, {}), (3, 1, {"bf16": True})])
-def test_death_in_the_backward_pass(
-    worlds: Worlds, tmp_path: Path, world: int, rank: int, options: dict[str, Any]
-) -> None:
-    result = run(worlds, tmp_path, world, [rank], when="backward", **options)
-    assert result["versions"][0] == 2
+@pytest.mark.parametrize(
+    ("world", "dying", "options"),
+    [
+        (2, [0], {"when": "backward"}),
+        (3, [1], {"when": "backward", "bf16": True}),
+        (3, [1, 2], {"when": "backward", "redundancy": {"copies": 2}}),
+        (2, [1], {"when": "reduce-scatter", "overlap_grad_reduce": True, "bucket_size": 4000}),
+        (2, [1], {"when": "optimizer"}),
+        (3, [1], {"when": "optimizer"}),
+        (3, [1], {"when": "before the copies"}),
+    ],
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_a_death(worlds: Worlds, tmp_path: Path, world: int, dying: list[int], options: dict[str, Any]) -> None:
+    """Nothing is half stepped, and before the copies arrive a death costs one step."""
+    result = run(worlds, tmp_path, world, dying, **options)
+    assert result["versions"] == [2] if options["when"] == "before the copies" else result["versions"][0] == 2
     assert result["exact"] and result["gradients"]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_death_in_the_optimizer_step_leaves_nothing_half_stepped(worlds: Worlds, tmp_path: Path, world: int) -> None:
-    result = run(worlds, tmp_path, world, [1], when="optimizer")
-    assert result["versions"][0] == 2
-    assert result["exact"]
-
-
-def test_death_in_the_reduce_scatter(worlds: Worlds, tmp_path: Path) -> None:
-    result = run(worlds, tmp_path, 2, [1], when="reduce-scatter", overlap_grad_reduce=True, bucket_size=4000)
-    assert result["versions"][0] == 2
-    assert result["exact"]
-
-
-def test_death_before_the_copies_arrive_costs_one_step(worlds: Worlds, tmp_path: Path) -> None:
-    result = run(worlds, tmp_path, 3, [1], when="before the copies")
-    assert result["versions"] == [2]
-    assert result["exact"]
 
 
 def test_a_rank_that_dies_with_its_mirror_is_lost(worlds: Worlds, tmp_path: Path) -> None:
@@ -64,12 +56,6 @@ def test_a_rank_that_dies_with_its_mirror_is_lost(worlds: Worlds, tmp_path: Path
         r"version 2 of the optimizer's state cannot be restored: \d+ of 58432 elements of version 2 are lost, of .+",
         result["lost"],
     )
-
-
-def test_two_copies_survive_two_deaths(worlds: Worlds, tmp_path: Path) -> None:
-    result = run(worlds, tmp_path, 3, [1, 2], when="backward", redundancy={"copies": 2})
-    assert result["versions"][0] == 2
-    assert result["exact"] and result["gradients"]
 
 
 def test_joiners_without_state_get_their_shards(worlds: Worlds, tmp_path: Path) -> None:

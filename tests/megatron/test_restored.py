@@ -14,13 +14,10 @@ KINDS = ("float32", "bf16", "divided", "divided bf16", "divided in buckets", "un
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint(worlds: Worlds, tmp_path: Path, kind: str) -> None:
-    worlds.run("restored:checkpoints", 1, tmp_path, kind=kind)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_state_in_memory(worlds: Worlds, tmp_path: Path, kind: str) -> None:
-    worlds.run("restored:members", 1, tmp_path, kind=kind)
+@pytest.mark.parametrize("scenario", ["checkpoints", "members"])
+def test_a_state(worlds: Worlds, tmp_path: Path, kind: str, scenario: str) -> None:
+    """In checkpoints, and in memory."""
+    worlds.run(f"restored:{scenario}", 1, tmp_path, kind=kind)
 
 
 def test_dropped_trainers_leave_no_files(worlds: Worlds, tmp_path: Path) -> None:
