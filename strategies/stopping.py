@@ -8,12 +8,11 @@ is part of the commit of the next step, after which all ranks stop.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 
-from unicron_lightning.copying import OfProcess
+from unicron_lightning.copying import OfProcess, replace_method
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import agree_to_stop, takes_stop
 
@@ -74,33 +73,16 @@ def _reached(number: int, limit: int | None) -> bool:
     return limit is not None and limit != -1 and number >= limit
 
 
-class _Surrounded:
-    """A method of a loop that calls functions before and after itself; a copy of the loop has the method alone.
-
-    Args:
-        loop, name: the method.
-        before, after: the functions.
-    """
-
-    def __init__(
-        self, loop: Any, name: str, before: Callable[[], None] | None, after: Callable[[], None] | None
-    ) -> None:
-        self._loop, self._method = loop, getattr(type(loop), name)
-        self._before, self._after = before, after
-
-    def __call__(self, *args: Any) -> None:
-        if self._before is not None:
-            self._before()
-        self._method(self._loop, *args)
-        if self._after is not None:
-            self._after()
-
-    def __reduce__(self) -> Any:
-        return partial, (self._method, self._loop)
-
-
 def surround(
     loop: Any, name: str, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
 ) -> None:
     """Have a method of a loop call functions before and after itself, in place of those of an earlier fit."""
-    setattr(loop, name, _Surrounded(loop, name, before, after))
+
+    def surrounded(own: Callable[..., Any], *args: Any) -> None:
+        if before is not None:
+            before()
+        own(*args)
+        if after is not None:
+            after()
+
+    replace_method(loop, name, surrounded)

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import override
 
 from unicron_lightning import environ
+from unicron_lightning.copying import replace_method
 from unicron_lightning.data.combined import Combined, CombinedOpener, CombinedPass, CombinedSteps, PartLoader
 from unicron_lightning.data.fetch import Fetcher
 from unicron_lightning.data.loader import GlobalBatch, InPlace
@@ -66,21 +67,9 @@ _BEFORE_TRANSFER: Final = "_on_before_batch_transfer"
 Made = TrainingLoader | PartLoader | EvaluationLoader | PassLoader
 
 
-class _BeforeTransfer:
-    """A module's ``_on_before_batch_transfer`` that leaves global batches as they are: their samples follow in each
-    micro-batch. A copy does only what the module's own does.
-    """
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
-
-    def __call__(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        if isinstance(batch, GlobalBatch):
-            return batch
-        return type(self._module)._on_before_batch_transfer(self._module, batch, dataloader_idx)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return partial, (type(self._module)._on_before_batch_transfer, self._module)
+def _leave_global(own: Callable[..., Any], batch: Any, dataloader_idx: int = 0) -> Any:
+    """Leave global batches as they are before the transfer: their samples follow in each micro-batch."""
+    return batch if isinstance(batch, GlobalBatch) else own(batch, dataloader_idx)
 
 
 class Loaders:
@@ -116,7 +105,7 @@ class Loaders:
         trainer._accelerator_connector.use_distributed_sampler = False
         sources = (trainer.lightning_module, getattr(trainer, "datamodule", None))
         if any(is_overridden("on_before_batch_transfer", source) for source in sources):
-            vars(trainer.lightning_module)[_BEFORE_TRANSFER] = _BeforeTransfer(trainer.lightning_module)
+            replace_method(trainer.lightning_module, _BEFORE_TRANSFER, _leave_global)
         source = trainer.fit_loop._data_source
         trainer.fit_loop._data_source = CombiningSource(source.instance, source.name, partial(self._combine, trainer))
         for loop in evaluation_loops(trainer):

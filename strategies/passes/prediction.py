@@ -14,15 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, SupportsIndex
+from typing import Any, Final
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.types import _PREDICT_OUTPUT
 from torch.utils.data import DataLoader, IterableDataset
 
-from unicron_lightning.copying import OfProcess
+from unicron_lightning.copying import OfProcess, replace_method
 from unicron_lightning.data.passes import EvaluationLoader, PassBatches
 from unicron_lightning.data.streams import ENDS
 from unicron_lightning.worker.engine import Engine
@@ -101,7 +100,7 @@ class Predictions(OfProcess):
         self._begun = False
         self._current: tuple[PredictionLoader, int] | None = None
         self._place = (0, 0)
-        trainer.predict_loop.on_run_end = _End(self, trainer.predict_loop)  # type: ignore[method-assign]
+        replace_method(trainer.predict_loop, "on_run_end", self._end)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -123,6 +122,11 @@ class Predictions(OfProcess):
         self._current = loader, number
         loader.record(number)
         self._prepare(self._loaders.index(loader), number)
+
+    def _end(self, own: Callable[[], _PREDICT_OUTPUT | None]) -> _PREDICT_OUTPUT | None:
+        """Finish the last pass before the loop's own end."""
+        self.finish()
+        return own()
 
     def finish(self) -> None:
         """Complete the run: return when each batch has been predicted by a living worker."""
@@ -203,17 +207,3 @@ def part(reports: ReportSum, place: int) -> ReportSum:
     """Return the reports of one loader's numbers."""
     numbers = frozenset(number % PART for number in reports.finished if number // PART == place)
     return replace(reports, finished=numbers)
-
-
-class _End:
-    """``on_run_end`` of the loop, which first finishes the last pass; a copy does only what the loop's own does."""
-
-    def __init__(self, predictions: Predictions, loop: _PredictionLoop) -> None:
-        self._predictions, self._loop = predictions, loop
-
-    def __call__(self) -> _PREDICT_OUTPUT | None:
-        self._predictions.finish()
-        return type(self._loop).on_run_end(self._loop)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return partial, (type(self._loop).on_run_end, self._loop)
