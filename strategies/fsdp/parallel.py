@@ -230,7 +230,7 @@ class FsdpParallel(Parallelism):
         self.steps = ShardedSteps(self, divergence)
         self.evaluation = GlobalPasses(strategy, check_loader, partial(sharded_evaluation, self))
         self.checkpoints = ShardedCheckpoints(self, folders=folders)
-        self.division = SpreadDivision(strategy, lambda: self.member)
+        self.division = SpreadDivision(strategy, partial(getattr, self, "member"))
         self._sharding = sharding
         self._rebalance = rebalance
         self._holder: ShardHolder | None = None

@@ -171,7 +171,7 @@ class GridDivision(SpreadDivision):
     """
 
     def __init__(self, grid: MegatronParallel) -> None:
-        super().__init__(grid.strategy, lambda: grid.member)
+        super().__init__(grid.strategy, partial(getattr, grid, "member"))
         self._grid = grid
         self._restored: LoadShard | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -43,7 +44,7 @@ class SpreadDivision(ReplicaDivision, WholeDivision):
     """
 
     def __init__(self, strategy: FaultTolerantStrategy, member: Callable[[], ReplicaMember[Any]]) -> None:
-        super().__init__(strategy, member, lambda: strategy.module)
+        super().__init__(strategy, member, partial(getattr, strategy, "module"))
         self.strategy = strategy
 
     @override

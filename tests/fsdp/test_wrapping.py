@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -64,3 +69,14 @@ def test_a_second_trainer_of_a_script_is_refused(monkeypatch: pytest.MonkeyPatch
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False)
     with pytest.raises(ConfigError, match="second Trainer; unicron_fsdp supports one"):
         trainer.fit(Model(SETTINGS), *[torch.utils.data.DataLoader(range(4))] * 2)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_of_a_trainer_has_a_strategy_of_its_own(copied: Callable[[Any], Any]) -> None:
+    strategy = UnicronFSDPStrategy(shard_size=1)
+    other = copied(pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False)).strategy
+    assert other is not strategy and other.parallelism.evaluation._strategy is other
+    other.parallelism._holder = type("Holder", (), {"member": "own"})
+    assert other.parallelism.division._member() == "own"
