@@ -155,12 +155,20 @@ class _Shrinking(Policy):
 
     def reacts(self, now: TaskSituation) -> Reaction:
         if now.nobody_died or now.alive >= now.least:
-            return Reaction(places=now.alive, seconds=now.costs.takes(self.shrink_takes), loses=self.shrink_loses)
+            return Reaction(places=now.alive, seconds=self.shrink_seconds(now.costs), loses=self.shrink_loses)
         return self.resumes(now)
 
     def grows(self, now: TaskSituation) -> Reaction | None:
         there = min(now.declared, now.alive)
-        return Reaction(places=there, seconds=now.costs.takes(self.grow_takes), loses=self.grow_loses)
+        return Reaction(places=there, seconds=self.grow_seconds(now.costs), loses=self.grow_loses)
+
+    def shrink_seconds(self, costs: Costs) -> float:
+        """Return the seconds that the others are interrupted to continue without the dead."""
+        return costs.takes(self.shrink_takes)
+
+    def grow_seconds(self, costs: Costs) -> float:
+        """Return the seconds that all are interrupted to admit others."""
+        return costs.takes(self.grow_takes)
 
 
 class Megatron(Restarting):
