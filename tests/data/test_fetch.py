@@ -196,7 +196,7 @@ def test_evaluation_batches_by_number(workers: int) -> None:
     assert batches.number == 8
     for _ in range(2):
         assert [batch[0].tolist() for batch in loader] == [[0, 2, 4], [6, 8, 10], [13, 15, 17]]
-        assert loader.fetch(6)[0].tolist() == [18]
+        assert loader.batches.get(6)[0].tolist() == [18]
     loader.end()
     loader.close()
     assert started == [0, 2, 5] * 2
