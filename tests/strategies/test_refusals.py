@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,7 @@ def test_options_of_a_witness() -> None:
         UnicronStrategy(witness_every=3, compare=False)
     with pytest.raises(ConfigError, match=r"witness_every=-1: expected a number of steps"):
         UnicronStrategy(witness_every=-1)
+    assert copy.deepcopy(UnicronStrategy(witness_every=2)).witness.every == 2
 
 
 def test_the_digest_of_a_run_is_that_of_its_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

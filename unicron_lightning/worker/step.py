@@ -284,6 +284,8 @@ class GradientStep(Step[Sums]):
         plan = self._plan
         assert plan is not None
         self._engine, self._aborted, self._used = engine, False, engine.communicator
+        if self._witness is not None:
+            self._witness.enter(engine)
         self._take_held(engine, plan)
         self._compute(engine, plan)
         self._await_device(engine)

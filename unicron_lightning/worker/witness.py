@@ -30,7 +30,6 @@ from typing import Final
 import msgspec
 import torch
 
-from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import ConfigError, SilentCorruption, UnicronError
 from unicron_lightning.worker.agreement import StateDigest, parts_of
 from unicron_lightning.worker.buckets import GradientBuckets
@@ -86,7 +85,7 @@ def in_doubt(ranks: Sequence[Mapping[int, Sequence[int]]]) -> list[int]:
     return sorted(micro_batch for micro_batch, values in found.items() if len(values) > 1)
 
 
-class Witness(OfProcess):
+class Witness:
     """The comparison of gradients of a run, from step to step.
 
     Args:
@@ -169,6 +168,10 @@ class WitnessedStep:
         self._witness, self._number = witness, number
         self._gradients, self._repeat = gradients, repeat
         self._runs: dict[int, list[int]] = {}
+        self._owned: Callable[[int], int | None] | None = None
+        """Given a rank of ``_workers``, returns which of its micro-batches another one repeats."""
+        self._workers: Sequence[str] = ()
+        """The workers for which the step was planned, by rank."""
         self._error: UnicronError | None = None
         self._among: Sequence[str] = ()
         """The workers that cannot decide: each has to end by ``_error``."""
@@ -185,9 +188,22 @@ class WitnessedStep:
             return
         turn = self._number // self._witness.every
         place, shift = divmod(turn, ranks - 1)
-        self.own, self._other = (
-            own[place % len(own)] if own else None for own in (share(rank), share((rank + 1 + shift) % ranks))
-        )
+
+        def owned(rank: int) -> int | None:
+            own = share(rank)
+            return own[place % len(own)] if own else None
+
+        self._owned, self._workers = owned, ()
+        self.own, self._other = owned(rank), owned((rank + 1 + shift) % ranks)
+
+    def enter(self, engine: Engine) -> None:
+        """Begin an attempt of what is planned; after a death each rank repeats that of the next present one."""
+        workers = engine.world.workers
+        if self._owned is None or not self._workers:
+            self._workers = workers
+        elif self._workers != workers and len(workers) > 1:
+            following = workers[(engine.world.rank + 1) % len(workers)]
+            self._other = self._owned(self._workers.index(following))
 
     def observe(self, run: Callable[[int], None], micro_batch: int) -> None:
         """Run a micro-batch of this rank, and keep the digest of its gradients alone."""
@@ -280,7 +296,7 @@ class WitnessedStep:
         placed = self._gradients.parameters[0].device
         if placed.type == "cuda":
             device = f"{placed} ({torch.cuda.get_device_name(placed)})"
-        last = self._witness.right.get(worker)
+        last = next((step for step in [self._witness.right.get(worker, number)] if step < number), None)
         since = number if last is None else number - last
         trusted = "never compared before" if last is None else f"last found right {since} steps before"
         return SilentCorruption(
