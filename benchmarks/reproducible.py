@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from models import GPT, SIZES, Walks
+from models import GPT
 from torch import Tensor, nn
+from transformer import SIZES, Walks
 
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.communication.communicator import SoloCommunicator
