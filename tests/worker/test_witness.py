@@ -345,6 +345,13 @@ def test_a_script_that_never_repeats_itself_is_refused() -> None:
         assert isinstance(program.error, ConfigError) and "witness_every=1: in step 1" in str(program.error)
 
 
+def test_ranks_that_are_all_wrong_are_not_blamed() -> None:
+    """As if samples had other bits in the processes that make the ranks' own micro-batches."""
+    programs = simulate(3, dict.fromkeys(["w0", "w1", "w2"], lambda step, m, call: call == 1), same=True)
+    for program in programs.values():
+        assert isinstance(program.error, GradientsDiffer), program.error
+
+
 def test_the_gradient_of_the_one_micro_batch_is_compared() -> None:
     """Not that which its owner has accumulated."""
     module = net()

@@ -273,7 +273,7 @@ class WitnessedStep:
         world, control = engine.world, engine.control
         verdicts = {number: judge(runs) for number, runs in found.items()}
         wrong = sorted({rank for each in verdicts.values() for rank in each.wrong})
-        if not wrong:
+        if len(wrong) in {0, world.size}:  # all: rather the data differ from run to run than every processor is broken
             error = self._undecided(engine, found, repeats=any(each.steady for each in verdicts.values()))
             self._error, self._among = error, world.workers
             # Only once all know it may one end: the others would continue without it, perhaps with a wrong result.
@@ -326,6 +326,6 @@ class WitnessedStep:
             )
         where = ", ".join(f"rank {rank} on node {node}" for rank, node in enumerate(engine.world.nodes))
         return GradientsDiffer(
-            f"{what} between {where}, each time that they are computed, and no result has a majority. The task "
+            f"{what} between {where}, and it is not known which are wrong. The task "
             "restarts from its newest checkpoint. With three workers or more the wrong one is found"
         )
