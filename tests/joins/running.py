@@ -84,6 +84,25 @@ class World(Alone):
         conf = f"node={self.label(node)},state_dir={self._site.cluster.state_dir},allow_injection=false"
         self.processes.start(f"agent{node}", [*self._stub, "agent", "--rdzv-conf", conf, *self._script])
 
+    def run(self, module: str, *words: str, act: Callable[[World], None] | None = None) -> list[int]:
+        """Start the agents, wait for their end, and stop what is left; return their exit statuses.
+
+        Args:
+            module, words: as of `start`.
+            act: called again and again meanwhile.
+        """
+        try:
+            self.start(module, *words)
+            limit = time.monotonic() + SECONDS
+            while not self.has_ended() and time.monotonic() < limit:
+                if act is not None:
+                    act(self)
+                self.keep_up()
+                time.sleep(0.02)
+            return self.codes()
+        finally:
+            self.stop()
+
     def replace(self, node: int, number: int) -> None:
         """Send a signal to a node's agent, and start another one when it has ended."""
         self.processes.started[f"agent{node}"].send_signal(number)
@@ -138,14 +157,7 @@ class Site:
         folder = self.folder / name
         folder.mkdir()
         world = self.start_world(f"joins-{name}", folder / "agents", workers, least=least, restarts=restarts)
-        try:
-            world.start(module, str(folder), name)
-            limit = time.monotonic() + SECONDS
-            while not world.has_ended() and time.monotonic() < limit:
-                time.sleep(0.05)
-            codes = world.codes()
-        finally:
-            world.stop()
+        codes = world.run(module, str(folder), name)
         if set(codes) != {0}:
             for path in sorted((folder / "agents").glob("*.log")):
                 print(f"==== {path.name}\n{path.read_text()[-6000:]}")

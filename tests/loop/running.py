@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,17 +49,7 @@ def run(
         f"{module.replace('.', '-')}-{name}", folder / "agents", workers, least=least, restarts=6
     )
     (folder / "history.json").write_text(json.dumps(history))
-    try:
-        started.start(module, str(folder), name)
-        limit = time.monotonic() + SECONDS
-        while not started.has_ended() and time.monotonic() < limit:
-            if act is not None:
-                act(started)
-            started.keep_up()
-            time.sleep(0.02)
-        codes = started.codes()
-    finally:
-        started.stop()
+    codes = started.run(module, str(folder), name, act=act)
     logs = "\n".join(path.read_text()[-3000:] for path in sorted((folder / "agents").glob("*.log")))
     assert set(codes) == {0}, f"{history} {codes}\n{logs}"
     assert not history or list(folder.glob("died-*")), f"{history}: nothing has died"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from joins.running import SECONDS, Site, results, site
+from joins.running import Site, results, site
 from loop.running import check
 from loop.test_faults import single_of
 from loop.worker import SAVED, WORKERS
@@ -42,14 +41,7 @@ def run(
     options = {"witness_every": every, "digest_every": 0, **options}
     (folder / "witness.json").write_text(json.dumps({"options": options, "flips": flips, "workers": workers}))
     (folder / "history.json").write_text(json.dumps(history or []))
-    try:
-        started.start("loop.worker", str(folder), name)
-        limit = time.monotonic() + SECONDS
-        while not started.has_ended() and time.monotonic() < limit:
-            time.sleep(0.02)
-        found = started.codes()
-    finally:
-        started.stop()
+    found = started.run("loop.worker", str(folder), name)
     logs = "\n".join(path.read_text()[-6000:] for path in sorted((folder / "agents").glob("*.log")))
     assert set(found) == (codes or {0}), f"{flips} {found}\n{logs}"
     events = [each for each in world.cluster.events() if each["task"] == f"w-{name}"]
