@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from unicron_lightning import wire
+from unicron_lightning import stacks, wire
 from unicron_lightning.agent.workers import inspection
 from unicron_lightning.agent.workers.inspection import Frozen, frozen, look
 
@@ -92,10 +92,10 @@ async def test_gently_only_a_stopped_process_hangs(
 ) -> None:
     """A checkpoint may be written by a call that sleeps with the interpreter's lock."""
 
-    async def stacks(*about: object) -> str:
+    async def captured(*about: object) -> str:
         return "File train.py"
 
-    monkeypatch.setattr(inspection, "capture", stacks)
+    monkeypatch.setattr(inspection, "capture", captured)
     code = THREADED + (SLEEPS if stops else HOLDS)
     with subprocess.Popen([sys.executable, "-c", code], stdout=-1) as process:  # noqa: ASYNC220
         supervisor = SimpleNamespace(find=lambda worker: SimpleNamespace(pid=process.pid, pidfd=-1))
@@ -116,6 +116,69 @@ async def test_gently_only_a_stopped_process_hangs(
         finally:
             inspector.close()
             process.kill()
+
+
+WITH_STACKS = """
+import ctypes, pathlib, sys, threading
+from unicron_lightning.stacks import StackFile
+
+def busy():
+    while True:
+        [pathlib.Path("a") / str(number) for number in range(20)]
+
+file = StackFile(pathlib.Path(sys.argv[1]))
+threading.Thread(target=busy if sys.argv[2] == "busy" else time.sleep, args=sys.argv[3:], daemon=True).start()
+print(1, flush=True)
+"""
+BUSY = "\nbusy()"
+
+
+def recording(folder: Path, code: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start a process with a stack file, and wait until it has one."""
+    command = [sys.executable, "-c", "import time" + WITH_STACKS + code, str(folder), *arguments]
+    process = subprocess.Popen(command, stdout=-1)
+    assert process.stdout is not None and process.stdout.readline() == b"1\n"
+    return process
+
+
+async def test_a_process_that_executes_python_gives_its_stacks_and_lives(tmp_path: Path) -> None:
+    """The signal's handler ended such a process by SIGSEGV after five to eleven dumps."""
+    with recording(tmp_path, BUSY, "busy") as process:
+        try:
+            for _ in range(100):
+                assert "in busy" in await stacks.ask(tmp_path, process.pid)
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("code", [HOLDS, COMPUTES])
+async def test_a_process_whose_lock_is_held_gives_its_stacks_by_the_signal(tmp_path: Path, code: str) -> None:
+    with recording(tmp_path, code, "sleeps", "600") as process:
+        supervisor = SimpleNamespace(find=lambda worker: SimpleNamespace(pid=process.pid, pidfd=pidfd))
+        sent: list[Any] = []
+        inspector = inspection.Inspector(tmp_path, supervisor, sent.append)  # type: ignore[arg-type]
+        pidfd = os.pidfd_open(process.pid)
+        try:
+            about: dict[str, Any] = {"worker": "w", "cause": "slow", "phase": "compute", "step": 7, "details": {}}
+            deadline = time.monotonic() + 60
+            while not (sent and sent[-1].details["stacks"]) and time.monotonic() < deadline:
+                inspector.begin(wire.Inspect(**about))
+                await asyncio.sleep(0.2)
+            assert "in <module>" in sent[-1].details["stacks"]
+        finally:
+            inspector.close()
+            os.close(pidfd)
+            process.kill()
+
+
+async def test_a_stack_file_that_is_closed_gives_nothing(tmp_path: Path) -> None:
+    file = stacks.StackFile(tmp_path)
+    assert "in _answer" in await stacks.ask(tmp_path, os.getpid())
+    file.close()
+    file.close()
+    assert not os.listdir(tmp_path)
+    assert await stacks.ask(tmp_path, os.getpid()) == ""
 
 
 def test_of_a_process_that_is_gone_nothing_is_said() -> None:

@@ -30,7 +30,7 @@ import msgspec
 from unicron_lightning import wire
 from unicron_lightning.agent.workers.supervisor import Exit, Supervisor, WatchedProcess
 from unicron_lightning.detection.exits import Memory, counter, group_of, meaning, named_in
-from unicron_lightning.stacks import capture
+from unicron_lightning.stacks import ask, capture
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ class Inspector:
                 return
             cause, stacks = silent
         else:
-            cause, stacks = order.cause, await capture(self._folder, process.pid, process.pidfd)
+            cause, stacks = order.cause, await self._stacks(process)
         logger.warning("worker_hangs worker=%s cause=%s\n%s", order.worker, cause, stacks)
         if self._supervisor.find(order.worker) is None:
             return  # its end is reported already
@@ -296,10 +296,21 @@ class Inspector:
         self._looks[order.worker] = after
         if why is None or (why == "computes" and not order.patient) or (why == "holds" and order.gentle):
             return None
-        stacks = "" if why == "stopped" else await capture(self._folder, process.pid, process.pidfd)
+        stacks = "" if why == "stopped" else await self._stacks(process, holds=why == "holds")
         if why != "stopped" and (not stacks or _COLLECTING in stacks):
             return None
+        if self._looks.get(order.worker) is not after:
+            return None  # it was only slow
         return f"{order.cause}; {WORDS[why]}", stacks
+
+    async def _stacks(self, process: WatchedProcess, *, holds: bool = False) -> str:
+        """Return a worker's stacks; "" if it neither answers nor is frozen. One that sleeps with the lock is frozen."""
+        if not holds:
+            before = look(process.pid)
+            stacks = await ask(self._folder, process.pid)
+            if stacks or frozen(before, look(process.pid)) not in {"holds", "computes"}:
+                return stacks
+        return await capture(self._folder, process.pid, process.pidfd)
 
 
 def look(pid: int) -> Look:
