@@ -1,14 +1,14 @@
 """A worker whose loop trains sharded models, or a process that trains them whole: ``FOLDER NAME``; see `loop.worker`.
 
 ``options.json`` in the folder has the number of workers of a replica, if it is another one, a checkpoint to load, the
-run's further options, and whether the net has no batch norm.
+run's further options, and whether the net has no batch norm, or the script no average of its own.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ import torch
 from loop.worker import EPOCHS, SAVED, Deaths, Numbers, write
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import unicron_lightning as unicron
 from unicron_lightning.checkpoints.files import MODEL
@@ -87,6 +88,44 @@ class Models:
         return float(run.evaluate(Numbers(), lambda batch: self.net(batch)[0], batch_size=5))
 
 
+class Average:
+    """Average of a model's parameters over the steps, of this worker's parts of them.
+
+    Args:
+        model: whose parameters are averaged.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.values = {name: torch.zeros_like(each) for name, each in self._parts()}
+
+    def add(self) -> None:
+        """Add the present parameters."""
+        for name, each in self._parts():
+            self.values[name].lerp_(each, 0.2)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average."""
+        return dict(self.values)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with another's average, or with this worker's part of that of a whole model."""
+        for name, each in state.items():
+            rows = slice(None) if each.shape == self.values[name].shape else self._rows(name)
+            self.values[name] = each[rows].clone()
+
+    def _rows(self, name: str) -> slice:
+        whole = self._model.get_parameter(name)
+        assert isinstance(whole, DTensor)
+        rows = -(-len(whole) // whole.device_mesh.size())
+        first = whole.device_mesh.get_local_rank() * rows
+        return slice(first, first + rows)
+
+    def _parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, each in self._model.named_parameters():
+            yield name, each.detach().to_local() if isinstance(each, DTensor) else each.detach()
+
+
 def whole(path: str) -> dict[str, Any]:
     """Return the whole tensors of the models in a checkpoint."""
     if Path(path).is_dir():
@@ -134,7 +173,10 @@ def main(folder: Path, name: str) -> None:
     optimizer = torch.optim.AdamW(models.net.parameters(), lr=0.01, eps=1e-3)
     judge = torch.optim.SGD(models.critic.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    average = Average(models.net)
     run.register(optimizer=optimizer, judge=judge, schedule=schedule)
+    if options.get("average", True):
+        run.register(average=average)
     if "load" in options:
         run.load(options["load"])
     result: dict[str, Any] = {"losses": {}, "evaluated": {}, "refused": "", "shards": run.mesh.size() if shards else 1}
@@ -147,6 +189,7 @@ def main(folder: Path, name: str) -> None:
         norm = step.clip_grad_norm_(0.3)
         optimizer.step()
         schedule.step()
+        average.add()
         judged = step.run(models.criticism)
         judge.step()
         result["losses"][step.number] = plain({**found, "judged": judged, "norm": norm})
@@ -158,4 +201,6 @@ def main(folder: Path, name: str) -> None:
     result["evaluated"][0] = models.evaluate(run)
     result["state"] = whole(run.save(out / "last.ckpt"))
     result |= {"step": run.global_step, "rate": schedule.get_last_lr(), "random": torch.rand(1)}
+    if options.get("average", True):
+        result["average"] = (run.mesh.get_local_rank() if shards else 0, average.values)
     write(result, folder, out)

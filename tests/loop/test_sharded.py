@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from joins.running import Site, World, site
-from loop.running import RECOVERING, TOLERANCE, check, single
+from loop.running import RECOVERING, TOLERANCE, single
+from loop.running import check as check_all
 from loop.running import run as run_workers
 from loop.sharded_worker import SHARDS, WORKERS
 from loop.worker import EPOCHS, SAVED
@@ -56,6 +57,17 @@ def run(
     (world.folder / name).mkdir()
     (world.folder / name / "options.json").write_text(json.dumps({"workers": workers, **options}))
     return run_workers(world, name, MODULE, history, workers=workers, least=2, act=act)
+
+
+def check(found: dict[str, Any], alone: dict[str, Any]) -> None:
+    """Compare a worker with one process; the script's own average is that of the worker's shard."""
+    check_all(found, alone)
+    shard, own = found.get("average", (0, {}))
+    for name in own:
+        value = alone["average"][1][name]
+        rows = -(-len(value) // found["shards"])
+        expected = value[shard * rows : (shard + 1) * rows]
+        assert torch.allclose(own[name], expected, rtol=TOLERANCE, atol=TOLERANCE), (name, shard)
 
 
 def check_predictions(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
@@ -119,10 +131,10 @@ def test_random_deaths_with_states_kept_beside_the_training(kind: str, world: Si
 
 
 def test_a_folder_of_shards_continues_in_another_number_of_them(world: Site, alone: dict[str, Any]) -> None:
-    run(world, "folders", [], run={"beside": True})
+    run(world, "folders", [], run={"beside": True}, average=False)
     path = world.folder / "folders" / "checkpoints" / f"step={SAVED}.ckpt"
     assert path.is_dir()
-    found = run(world, "folders-3", [], workers=3, shards=3, load=str(path))
+    found = run(world, "folders-3", [], workers=3, shards=3, load=str(path), average=False)
     for each in found:
         check(each, alone)
         assert min(each["losses"]) == SAVED + 1
@@ -195,7 +207,7 @@ def test_an_operator_changes_the_number_of_shards(world: Site, alone: dict[str, 
         return False
 
     act = AtStep(world, 3, order)
-    found = run(world, "relayout", [], act=act)
+    found = run(world, "relayout", [], act=act, average=False)
     assert act.done and len(found) == WORKERS
     for each in found:
         check(each, alone)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from unicron_lightning import Run
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.mesh import ShardGroup
+from unicron_lightning.loop.registered import OF_SHARDS, others_of
 
 pytestmark = pytest.mark.allow_leak("listening_sockets", reason="a process keeps its connection with itself")
 
@@ -72,6 +73,20 @@ def test_a_checkpoint_continues_in_whole_and_in_sharded_models(shards: bool, mak
     ]
     for key, value in saved[0]["model"].items():
         assert torch.allclose(value, saved[1]["model"][key], rtol=1e-5, atol=1e-7), key
+
+
+def test_own_objects_of_shards() -> None:
+    rest: dict[str, Any] = {"others": {"own": "common", "schedule": 1}}
+    assert others_of(rest, 2, 3) == rest["others"], "of whole models"
+    of_shards = [{"own": f"of shard {shard}"} for shard in range(3)]
+    assert others_of({**rest, OF_SHARDS: of_shards}, 2, 3) == {"own": "of shard 2", "schedule": 1}
+    assert others_of({**rest, OF_SHARDS: of_shards[:1]}, 2, 3) == {"own": "of shard 0", "schedule": 1}
+
+
+def test_own_objects_that_differ_do_not_continue_in_another_number_of_shards() -> None:
+    rest = {"others": {"own": 0}, OF_SHARDS: [{"own": 0}, {"own": 1}]}
+    with pytest.raises(ConfigError, match=r"objects of 2 shards, which differ: \['own'\]; expected shard_size=2"):
+        others_of(rest, 0, 3)
 
 
 def test_mixed_precision_gathers_in_bfloat16_and_steps_in_float32(make: Make, tmp_path: Path) -> None:

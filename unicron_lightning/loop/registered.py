@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unicron_lightning import __version__
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import digest, part_of
 from unicron_lightning.worker.buckets import TrainedParameters
 from unicron_lightning.worker.comparison import comparable, describe_optimizer, plain_text, shared_state
@@ -23,6 +24,8 @@ from unicron_lightning.worker.module_buffers import restore_unsaved, unsaved
 
 RESERVED: Final = "unicron_loop"
 """Key of a checkpoint for all that is no model."""
+OF_SHARDS: Final = "others_of_shards"
+"""Key for the states of the script's own objects by shard, which may have values of a shard's parameters."""
 
 
 class RegisteredObjects:
@@ -129,9 +132,12 @@ class RegisteredObjects:
         restore_unsaved(self.module, rest["buffers"])
         for name, optimizer in self.optimizers.items():
             self._load_optimizer(optimizer, rest["optimizers"][name])
-        for name, each in self.others.items():
-            each.load_state_dict(rest["others"][name])
+        for name, state in self._others_in(rest).items():
+            self.others[name].load_state_dict(state)
         set_layers(self.module, rest["layers"])
+
+    def _others_in(self, rest: Mapping[str, Any]) -> Mapping[str, Any]:
+        return others_of(rest, 0, 1)
 
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()
@@ -168,11 +174,36 @@ class RegisteredObjects:
             found |= {f"{key} of {name}": part_of(comparable(value)) for key, value in shared_state(each).items()}
         return found
 
+    def own(self) -> dict[str, Any]:
+        """Return the states of the script's own objects, which may have values of a shard's parameters."""
+        shared = dict(self._shared())
+        return {name: each.state_dict() for name, each in self.others.items() if name not in shared}
+
     def _shared(self) -> Iterator[tuple[str, Any]]:
         """Yield the objects whose states are equal on all workers."""
         for name, each in self.others.items():
             if isinstance(each, LRScheduler | GradScaler):
                 yield name, each
+
+
+def others_of(rest: Mapping[str, Any], shard: int, shards: int) -> Mapping[str, Any]:
+    """Return the states of a state's other objects for a worker.
+
+    Args:
+        rest: the state without its models.
+        shard: of the worker.
+        shards: workers of a replica.
+
+    Raises:
+        ConfigError: they differ by shard, and there were more or fewer.
+    """
+    found: Sequence[Mapping[str, Any]] = rest.get(OF_SHARDS, [{}])
+    if len(found) != shards and len({codec.encode(each) for each in found}) > 1:
+        raise ConfigError(
+            f"the state has objects of {len(found)} shards, which differ: {sorted(found[0])}; expected "
+            f"shard_size={len(found)}, found {shards}"
+        )
+    return {**rest["others"], **found[shard if len(found) == shards else 0]}
 
 
 def models_of(module: nn.Module) -> list[str]:

@@ -15,7 +15,7 @@ from unicron_lightning.checkpoints.files import MODEL, is_folder, leave_record, 
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.checkpoints.reported import write_file
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.loop.registered import RESERVED
+from unicron_lightning.loop.registered import OF_SHARDS, RESERVED
 from unicron_lightning.worker import codec
 
 if TYPE_CHECKING:
@@ -105,15 +105,16 @@ class LoopCheckpoints(CheckpointsBeside):
         """
         content: Any
         if is_folder(path):
-            from unicron_lightning.checkpoints.index import read_checkpoint  # takes half a second to import
+            from unicron_lightning.checkpoints.index import read_checkpoint, read_whole  # half a second to import
 
-            content = read_checkpoint(path)
+            content, own = read_checkpoint(path), read_whole(path, {OF_SHARDS})
         else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content, own = torch.load(path, map_location="cpu", weights_only=True), {}
         saved = content.pop(RESERVED, None) if isinstance(content, dict) else None
         if saved is None:
             raise ConfigError(f"{path} is no checkpoint of run.save(): it has no {RESERVED!r}")
         state: dict[str, Any] = codec.decode(saved)
+        state |= {key: [codec.decode(each) for each in states] for key, states in own.items()}
         if "models" not in state:
             return {**state, "models": content}
         models: dict[str, dict[str, Any]] = {name: {} for name in state["models"]}

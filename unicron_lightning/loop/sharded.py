@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from unicron_lightning import environ
-from unicron_lightning.checkpoints.pieces import HeldCheckpoint
+from unicron_lightning.checkpoints.pieces import HeldCheckpoint, HeldTensor, saved_bytes
 from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.passes import IndexedBatches, PassBatches
@@ -41,7 +42,7 @@ from unicron_lightning.fsdp.rows import StepRows, number_of_rows
 from unicron_lightning.loop.evaluation import LoopPass, encode_values
 from unicron_lightning.loop.loop_steps import BACKWARD, FunctionCalls, LoopSteps
 from unicron_lightning.loop.models import WholeModels
-from unicron_lightning.loop.registered import RegisteredObjects
+from unicron_lightning.loop.registered import OF_SHARDS, RegisteredObjects, others_of
 from unicron_lightning.replica.division import ReplicaDivision
 from unicron_lightning.replica.layout import Shape
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
@@ -191,7 +192,8 @@ class ShardedModels(WholeModels):
                 models[name][within] = tensor
             names = registered.optimizers
             optimizers = {name: whole_optimizer([each["optimizer"][name] for each in states]) for name in names}
-            return write({"models": models, "optimizers": optimizers})
+            own = [{name: each["others"][name] for name in registered.own()} for each in states]
+            return write({"models": models, "optimizers": optimizers, **({OF_SHARDS: own} if own[0] else {})})
 
         reshard(registered.module)
         return self.holder.writing(self._run.engine, whole)
@@ -214,7 +216,15 @@ class ShardedModels(WholeModels):
     def held(self, state: Mapping[str, Any], rest: Mapping[str, Any]) -> HeldCheckpoint:
         registered = self.registered
         reshard(registered.module)
-        return held_part(registered.module, [*registered.optimizers.values()], self.holder.fabric.own_shard, rest)
+        shard, shards, own = self.holder.fabric.own_shard, self.holder.part.size, registered.own()
+        found = held_part(registered.module, [*registered.optimizers.values()], shard, rest)
+        if own:
+            data = torch.frombuffer(bytearray(saved_bytes(codec.encode(own))), dtype=torch.uint8)
+            name, pieces = f"{OF_SHARDS}.{shard}", found.tensors[f"{shard}"]
+            tensors = {f"{shard}": [*pieces, HeldTensor(name, data, is_object=True)]}
+            places = {f"{OF_SHARDS}.{number}": (OF_SHARDS, number) for number in range(shards)}
+            found = replace(found, tensors=tensors, places={**found.places, **places})
+        return found
 
     @override
     def digest(self) -> str:
@@ -248,10 +258,14 @@ class ShardedObjects(RegisteredObjects):
     Args:
         mesh: of the shards.
         exact: whether sums are those of a reproducible run.
+
+    Attributes:
+        has_shard: whether the state of a shard has been loaded, with the other objects' states.
     """
 
     def __init__(self, mesh: DeviceMesh, *, exact: bool) -> None:
         super().__init__()
+        self.has_shard = False
         self._mesh, self._exact = mesh, exact
 
     def divided(self) -> list[nn.Parameter]:
@@ -292,6 +306,12 @@ class ShardedObjects(RegisteredObjects):
     @override
     def models(self) -> dict[str, Any]:
         return {name: {} for name, _ in self.module.named_children()}
+
+    @override
+    def _others_in(self, rest: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.has_shard and OF_SHARDS not in rest:
+            return {}  # those of a worker of another shard would replace this shard's
+        return others_of(rest, self._mesh.get_local_rank(), self._mesh.size())
 
     @override
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -335,6 +355,7 @@ class LoopShard(FsdpShard):
         reshard(self.root)
         for name, each in self._objects.others.items():
             each.load_state_dict(state["others"][name])
+        self._objects.has_shard = True
         super().load_plain(state)
 
     @override
