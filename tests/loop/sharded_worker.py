@@ -149,6 +149,20 @@ def plain(values: dict[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in values.items()}
 
 
+def started(out: Path, shards: int | None, options: dict[str, Any]) -> unicron.Run:
+    """Return the run, without models."""
+    return unicron.Run(
+        Numbers(),
+        micro_batch_size=4,
+        global_batch_size=28,  # of seven micro-batches, so that the last row is incomplete, and the last step shorter
+        seed=3,
+        checkpoints=out / "checkpoints",
+        digest_every=2,
+        shard_size=shards,
+        **options,
+    )
+
+
 def main(folder: Path, name: str) -> None:
     """Train, and write the result."""
     torch.set_default_dtype(torch.float64)
@@ -157,16 +171,7 @@ def main(folder: Path, name: str) -> None:
     out.mkdir(exist_ok=True)
     options = json.loads((folder / "options.json").read_text()) if (folder / "options.json").exists() else {}
     shards = None if name == "alone" else options.get("shards", SHARDS)
-    run = unicron.Run(
-        Numbers(),
-        micro_batch_size=4,
-        global_batch_size=28,  # of seven micro-batches, so that the last row is incomplete, and the last step shorter
-        seed=3,
-        checkpoints=out / "checkpoints",
-        digest_every=2,
-        shard_size=shards,
-        **options.get("run", {}),
-    )
+    run = started(out, shards, options.get("run", {}))
     deaths = Deaths(folder, run, options.get("workers", WORKERS))
     norm = nn.BatchNorm1d if options.get("batch_norm", True) else nn.LayerNorm
     models = Models(run, shards=shards is not None, norm=norm)
