@@ -179,6 +179,18 @@ def test_an_evaluation_follows_a_step_that_is_left_out(make: Make) -> None:
     assert found[0] == found[1] > 0.0
 
 
+def test_an_evaluation_of_a_loop_that_is_left_out_and_was_not_recorded_is_of_the_initial_models(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("unicron_lightning.checkpoints.agent_memory.StateMemory.is_past", lambda memory: True)
+        made, whole = make(), make(tmp_path / "whole", shards=False)
+        found = [float(each.run.evaluate(DATA, each.loss, batch_size=3)) for each in (made, whole) if not each.train(1)]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert caplog.text.count("evaluation_unknown") == 2
+    assert made.train(2) == pytest.approx(whole.train(2), rel=1e-5), "the second loop trains"
+
+
 def test_the_mesh_of_whole_models_is_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match=r"expected Run\(..., shard_size=...\)"):
         make(shards=False).run.mesh  # noqa: B018

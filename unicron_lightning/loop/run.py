@@ -45,13 +45,13 @@ from unicron_lightning.worker.reproducible import (
     restore_kernels,
     use_deterministic_kernels,
 )
+from unicron_lightning.worker.session import FitPassed, Session
 from unicron_lightning.worker.witness import Witness
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from unicron_lightning.loop.evaluation import LoopPass
-    from unicron_lightning.worker.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,7 @@ class Run:
         divergence: compares the workers' states.
         witness: compares their gradients.
         should_stop: set True on any rank, ends the loop on all after a step.
+        left_out: whether the last loop was left out, so that this worker has no state of the task.
         global_step: finished optimizer steps.
         current_epoch: data epoch, from 0.
         device, seed: as above.
@@ -152,7 +153,7 @@ class Run:
         self._kernels: tuple[bool, ...] | None = None
         """Settings of kernels before a loop that is reproducible, or has witnesses."""
         self.divergence = Divergence(digest_every, on_divergence)
-        self.should_stop = False
+        self.should_stop = self.left_out = False
         self.global_step = self.current_epoch = 0
         self.seed = 0 if seed is None else seed
         self._given_seed = seed
@@ -171,8 +172,6 @@ class Run:
         self._data: Steps | None = None
         self._current: LoopStep | None = None
         self._begun = self._active = self._checked = self._parts = False
-        self._left_out = False
-        """Whether the last loop was left out, so that this worker has no state of the task."""
         self._error: BaseException | None = None
         self._given: str | None = None
         self._pending: str | None = None
@@ -265,12 +264,17 @@ class Run:
             batch_size: of a data set.
         """
         self._passes_between += not self._active
-        if self._left_out or not self.engine.has_state:
+        if self.left_out or not self.engine.has_state:
             known = None if self._active else self._session.means_of(self._passes_between)
             if known is not None:
                 self._passes += 1
                 return known
-            if self._left_out:
+            if self.left_out:
+                if not self.engine.has_state:
+                    raise FitPassed(
+                        "run.evaluate() after a loop that the task has finished, without means that a member has "
+                        "recorded: expected the same calls on all workers"
+                    )
                 logger.warning("evaluation_unknown reason=its loop is left out: the models are those before training")
         means = self._pass(data, function, batch_size, lambda made: made.means())
         if not self._active:
@@ -292,7 +296,7 @@ class Run:
         Returns:
             Data set indices (of streams None) and output of each batch, in order.
         """
-        if self._left_out or not self.engine.has_state:  # the task has made the outputs, or the members will
+        if self.left_out or not self.engine.has_state:  # the task has made the outputs, or the members will
             self._passes += 1
             return []
         return self._pass(data, function, batch_size, lambda made: made.predictions())
@@ -334,7 +338,7 @@ class Run:
             return found
         if not self._begun:
             raise ConfigError(f"run.save({found!r}) before the first loop: there is nothing to save")
-        if self._left_out:
+        if self.left_out:
             logger.warning("checkpoint_left_out path=%s reason=the task has written it after its loop", found)
             return found
         self._write(found)
@@ -444,7 +448,7 @@ class Run:
         """Begin a loop with the task's state; return False if the task has finished this loop."""
         session, engine = self._session, self.engine
         session.fits += 1
-        self._left_out, self._passes_between = False, 0
+        self.left_out, self._passes_between = False, 0
         self.reported.fit = session.fits
         self._checkpoints.begin()
         self._memory.use(*self._remembers)
@@ -488,7 +492,7 @@ class Run:
         return {**self.registered.describe(), **shared, **self.witness.conditions(self.device)}
 
     def _leave_out(self) -> bool:
-        self._left_out = True
+        self.left_out = True
         self._session.left_out += 1
         logger.warning("loop_left_out number=%d reason=the task has finished it", self._session.fits)
         return False

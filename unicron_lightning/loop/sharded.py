@@ -165,6 +165,8 @@ class ShardedModels(WholeModels):
             raise FitPassed(
                 "run.evaluate() of a joiner before it has a shard: the worker joins when it is started again"
             )
+        if self._run.left_out:
+            self.found(reads=True)
         if not self.holder.fabric.built:
             raise ConfigError("run.evaluate() before the first loop of a run with shard_size: expected it later")
         for name in self.due:
