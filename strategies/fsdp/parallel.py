@@ -49,7 +49,6 @@ from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.module_buffers import unsaved
 from unicron_lightning.worker.reporting import balance_of
-from unicron_lightning.worker.rows import present
 from unicron_lightning.worker.session import Session, control_of_process
 
 if TYPE_CHECKING:
@@ -352,8 +351,7 @@ class FsdpParallel(Parallelism):
         return self.holder.share(micro_batches, self.steps.balance)
 
     def own(self, in_full_step: Sequence[int]) -> list[int]:
-        whole = range(number_of_rows(range(in_full_step[-1] + 1), self.size) * self.size)
-        return present(self.share(whole), in_full_step)
+        return self.holder.own(in_full_step, self.steps.balance)
 
     def at_boundary(self) -> None:
         self.member.fabric.leave_if_surplus()

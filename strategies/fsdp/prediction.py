@@ -7,17 +7,17 @@ such a row is computed again, and does not count: each sample belongs to one liv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
 
-from unicron_lightning.data.passes import RowPart
-from unicron_lightning.replica.step import ReplicaEvaluation
+from unicron_lightning.replica.step import RowPass
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, part, reported
-from unicron_lightning.worker.rows import Report, ReportSum
+from unicron_lightning.worker.rows import ReportSum
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -47,10 +47,11 @@ class ShardedPredictions(Predictions):
         begun, self._begun = self._begun, False
         if not begun or not self._engine.has_state:
             return
-        part = RowPart(size=self._parallel.size, shard=self._parallel.shard, exchange=self._exchange)
+        fabric, model = self._parallel.member.fabric, self._parallel.member.model
         for loader in self._loaders:
-            loader.batches.part = part
-        operation = RowPrediction(self._parallel, self._loaders, self._run)
+            loader.batches.part = self._parallel.holder.part
+        report = partial(reported, self._loaders)
+        operation = RowPass("prediction", fabric, model.device, self._plan, self._run_all, report)
         # Parameters are gathered into normal tensors, as in training, and a failure may change them.
         refused = self._parallel.strategy.collectives.refused("predict_step")
         with refused, torch.inference_mode(False), torch.no_grad():
@@ -58,17 +59,17 @@ class ShardedPredictions(Predictions):
         for loader in self._loaders:
             loader.end()
 
-    def _exchange(self, word: int) -> list[int]:
-        """Return the words of the workers of this replica, by shard.
+    def _plan(self, reports: ReportSum, replica: int | None, replicas: int) -> bool:
+        planned = [
+            loader.batches.plan(part(reports, number).finished, replica, replicas, loader.finished)
+            for number, loader in enumerate(self._loaders)
+        ]
+        return any(planned)
 
-        Raises:
-            RuntimeError: the connections are closed.
-        """
-        group = self._parallel.member.model.group
-        words = torch.zeros(group.size(), dtype=torch.int64)
-        words[group.rank()] = word
-        group.sum(words)
-        return words.tolist()
+    def _run_all(self) -> None:
+        for place, loader in enumerate(self._loaders):
+            for number, counts in loader.batches.rows():
+                self._run(place, number, counts)
 
     def _run(self, place: int, number: int, counts: bool) -> None:
         """Run a batch of a loader together with the partners."""
@@ -97,45 +98,3 @@ class ShardedPredictions(Predictions):
             loader.withdraw(started)
             del indices[recorded:]
             raise
-
-
-class RowPrediction(ReplicaEvaluation):
-    """The operation of a run.
-
-    Args:
-        parallel: provides place and model.
-        loaders: of the run, which keep what this worker reports.
-        run: runs a batch together with the partners; arguments: place of its loader, its number, and whether its
-            prediction is kept.
-    """
-
-    name = "prediction"
-
-    def __init__(
-        self,
-        parallel: FsdpParallel,
-        loaders: Sequence[PredictionLoader],
-        run: Callable[[int, int, bool], None],
-    ) -> None:
-        fabric, device = parallel.member.fabric, parallel.member.model.device
-        super().__init__((), lambda _: 0, fabric, device, self._run_all, lambda _: b"", tells=False)
-        self._loaders = loaders
-        self._run_row = run
-
-    @override
-    def report(self) -> Report:
-        return reported(self._loaders)
-
-    @override
-    def _calls(self, reports: ReportSum, rank: int) -> list[list[int]]:
-        replica, replicas = self._place.replica, len(self._place.layout.replicas)
-        planned = [
-            loader.batches.plan(part(reports, number).finished, replica, replicas, loader.finished)
-            for number, loader in enumerate(self._loaders)
-        ]
-        return [[0]] if any(planned) else []  # one call has all rows, of which some end unexpectedly
-
-    def _run_all(self, *_: Any) -> None:
-        for place, loader in enumerate(self._loaders):
-            for number, counts in loader.batches.rows():
-                self._run_row(place, number, counts)

@@ -28,7 +28,7 @@ def single(world: Site, folder: Path, module: str, name: str = "alone") -> dict[
     finally:
         process.stop()
     assert codes == [0], (folder / "log" / "alone.log").read_text()
-    found: dict[str, Any] = torch.load(folder / "alone" / "result.pt")
+    found: dict[str, Any] = torch.load(folder / (name if name.startswith("alone") else "alone") / "result.pt")
     return found
 
 

@@ -1,5 +1,6 @@
 """A worker whose loop trains sharded models, or a process that trains them whole: ``FOLDER NAME``; see `loop.worker`.
 
+With a name that begins with "stream", the data are streams; the names of the process begin with "alone".
 ``options.json`` in the folder has the number of workers of a replica, if it is another one, a checkpoint to load, the
 run's further options, and whether the net has no batch norm, or the script no average of its own.
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from loop.worker import EPOCHS, SAVED, Deaths, Numbers, write
+from loop.worker import EPOCHS, SAVED, Deaths, Numbers, Stream, write
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -62,10 +63,12 @@ class Models:
     Args:
         run: to which they belong.
         shards: whether those that are trained are sharded.
+        streams: whether they are evaluated on streams.
         norm: of the net.
     """
 
-    def __init__(self, run: unicron.Run, *, shards: bool, norm: type[nn.Module]) -> None:
+    def __init__(self, run: unicron.Run, *, shards: bool, streams: bool, norm: type[nn.Module]) -> None:
+        self.data = Stream() if streams else Numbers()
         self.net, self.critic, self.teacher = Net(norm), nn.Linear(4, 1), nn.Linear(4, 1)
         self.teacher.requires_grad_(False)
         for module in (self.net.layers[3], self.net, self.critic) if shards else ():
@@ -85,7 +88,7 @@ class Models:
 
     def evaluate(self, run: unicron.Run) -> float:
         """Return the mean of the net's loss."""
-        return float(run.evaluate(Numbers(), lambda batch: self.net(batch)[0], batch_size=5))
+        return float(run.evaluate(self.data, lambda batch: self.net(batch)[0], batch_size=5))
 
 
 class Average:
@@ -149,12 +152,14 @@ def plain(values: dict[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in values.items()}
 
 
-def started(out: Path, shards: int | None, options: dict[str, Any]) -> unicron.Run:
+def started(out: Path, shards: int | None, options: dict[str, Any], *, streams: bool) -> unicron.Run:
     """Return the run, without models."""
     return unicron.Run(
-        Numbers(),
+        Stream() if streams else Numbers(),
         micro_batch_size=4,
-        global_batch_size=28,  # of seven micro-batches, so that the last row is incomplete, and the last step shorter
+        # Of seven micro-batches, so that the last row is incomplete, and the last step shorter.
+        global_batch_size=24 if streams else 28,
+        streams=3 if streams else 1,
         seed=3,
         checkpoints=out / "checkpoints",
         digest_every=2,
@@ -167,14 +172,15 @@ def main(folder: Path, name: str) -> None:
     """Train, and write the result."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
-    out = folder / "alone" if name == "alone" else folder
+    out = folder / name if name.startswith("alone") else folder
     out.mkdir(exist_ok=True)
     options = json.loads((folder / "options.json").read_text()) if (folder / "options.json").exists() else {}
-    shards = None if name == "alone" else options.get("shards", SHARDS)
-    run = started(out, shards, options.get("run", {}))
+    shards = None if name.startswith("alone") else options.get("shards", SHARDS)
+    streams = name.startswith(("alone-stream", "stream"))
+    run = started(out, shards, options.get("run", {}), streams=streams)
     deaths = Deaths(folder, run, options.get("workers", WORKERS))
     norm = nn.BatchNorm1d if options.get("batch_norm", True) else nn.LayerNorm
-    models = Models(run, shards=shards is not None, norm=norm)
+    models = Models(run, shards=shards is not None, streams=streams, norm=norm)
     optimizer = torch.optim.AdamW(models.net.parameters(), lr=0.01, eps=1e-3)
     judge = torch.optim.SGD(models.critic.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
@@ -202,7 +208,7 @@ def main(folder: Path, name: str) -> None:
         save(run, step.number, folder, beside=options.get("run", {}).get("beside", False))
         if step.ends_epoch:
             result["evaluated"][step.number] = models.evaluate(run)
-    result["predicted"] = run.predict(Numbers(), lambda batch: float(models.net(batch)[0]), batch_size=5)
+    result["predicted"] = run.predict(models.data, lambda batch: float(models.net(batch)[0]), batch_size=5)
     result["evaluated"][0] = models.evaluate(run)
     result["state"] = whole(run.save(out / "last.ckpt"))
     result |= {"step": run.global_step, "rate": schedule.get_last_lr(), "random": torch.rand(1)}

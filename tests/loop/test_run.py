@@ -412,11 +412,6 @@ def test_streams_without_a_sample(tmp_path: Path) -> None:
             {"global_batch_size": 8, "micro_batch_size": 4, "keep": 0},
             "keep=0: expected a whole number of at least 1",
         ),
-        (
-            Stream(),
-            {**STREAMS, "shard_size": 2},
-            "iterable data with shard_size=2: expected a data set with an index",
-        ),
         (DATA, {"global_batch_size": 8, "micro_batch_size": 4, "seed": 1.5}, "seed=1.5"),
         (DATA, {"global_batch_size": 8, "micro_batch_size": 4, "checkpoints": "s3://x"}, "s3://x"),
     ],

@@ -95,6 +95,21 @@ def test_random_deaths(seed: int, world: Site, alone: dict[str, Any]) -> None:
         check(each, alone)
 
 
+@pytest.fixture(scope="module")
+def alone_with_streams(world: Site) -> dict[str, Any]:
+    return single(world, world.folder / "single", MODULE, "alone-stream")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_deaths_with_streams(seed: int, world: Site, alone_with_streams: dict[str, Any]) -> None:
+    history = [*drawn(50 + seed), (seed, STEPS // 2, "validation")] if seed else []
+    found = run(world, f"stream{seed}", history)
+    for each in found:
+        check(each, alone_with_streams)
+    outputs = sorted(loss for each in found for _, loss in each["predicted"])
+    assert outputs == pytest.approx(sorted(loss for _, loss in alone_with_streams["predicted"]), rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_worker_dies_in_a_prediction(rank: int, world: Site, alone: dict[str, Any]) -> None:
     found = run(world, f"predicting{rank}", [(rank, STEPS, "validation")])

@@ -23,7 +23,7 @@ from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.operations import Agreement
 from unicron_lightning.worker.reproducible import digest_from, state_tensors, weighted
-from unicron_lightning.worker.rows import Balance
+from unicron_lightning.worker.rows import Balance, present
 from unicron_lightning.worker.session import Session
 
 
@@ -47,7 +47,11 @@ class ShardHolder:
     @property
     def part(self) -> RowPart:
         """This worker's part of each row."""
-        return RowPart(size=self.fabric.shape.shards, shard=self.fabric.own_shard)
+
+        def exchange(word: int) -> list[int]:
+            return self.member.model.group.exchange(word)
+
+        return RowPart(size=self.fabric.shape.shards, shard=self.fabric.own_shard, exchange=exchange)
 
     @property
     def place(self) -> EpochPlace:
@@ -113,6 +117,12 @@ class ShardHolder:
         number = number_of_rows(micro_batches, self.fabric.shape.shards)
         rows = self.member.share(range(number), None if balance is None else balance.counts(number))
         return [micro_batches[self.part.own(row, len(micro_batches))[0]] for row in rows]
+
+    def own(self, in_full_step: Sequence[int], balance: Balance | None = None) -> list[int]:
+        """Return this worker's micro-batches of a step of streams; ``in_full_step`` as of `worker.rows.shares_of`."""
+        size = self.fabric.shape.shards
+        whole = range(number_of_rows(range(in_full_step[-1] + 1), size) * size)
+        return present(self.share(whole, balance), in_full_step)
 
     def writing(self, engine: Engine, write: Callable[[list[Any]], str]) -> WriteFile:
         """Return the operation that writes a file with the shards of one replica, by its first worker.

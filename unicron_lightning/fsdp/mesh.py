@@ -74,6 +74,17 @@ class ShardGroup(ProcessGroup):
         """
         self._peers.sum(tensor)
 
+    def exchange(self, word: int) -> list[int]:
+        """Return the numbers of the workers of this replica, by shard, given this worker's.
+
+        Raises:
+            RuntimeError: the connections are closed.
+        """
+        words = torch.zeros(self.size(), dtype=torch.int64)
+        words[self.rank()] = word
+        self.sum(words)
+        return words.tolist()
+
     def collect(self, data: bytes) -> list[bytes]:
         """Send the bytes of all shards to the first one; return them there, by shard, and nothing elsewhere.
 

@@ -103,7 +103,7 @@ class LoopPass:
         engine = self._engine
         engine.activity.enter("validation", number)
         engine.fault("validation", engine.step)
-        samples = self._batches.get(number)
+        samples = (self._batches.get if counts else self._batches.stand_in)(number)
         try:
             with seeded(self._seed, self._purpose, *self._place, number):
                 output = self._function(samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from unicron_lightning.data.steps import IndexedSteps, StepPace, Steps, StreamSt
 from unicron_lightning.data.streams import StreamEnds, StreamOpener, Streams, as_rank
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.rows import shares_of
 
 
 def loader_of(data: Any, batch_size: int | None, streams: int, *, shuffle: bool) -> DataLoader[Any]:
@@ -56,7 +55,13 @@ def is_stream(dataset: object) -> bool:
 
 
 def steps_of(
-    engine: Engine, loader: DataLoader[Any], shape: StepShape, seed: int, pace: StepPace, ends: StreamEnds
+    engine: Engine,
+    loader: DataLoader[Any],
+    shape: StepShape,
+    seed: int,
+    pace: StepPace,
+    own: Callable[[Sequence[int]], list[int]],
+    ends: StreamEnds,
 ) -> Steps:
     """Return the global batches of training data.
 
@@ -66,15 +71,12 @@ def steps_of(
         shape: of the steps; its devices are the streams.
         seed: of order and random state.
         pace: of the loop.
+        own: as of `StreamSteps`.
         ends: of the streams, as the commits of the steps make them known.
     """
     if not is_stream(loader.dataset):
         order = DataOrder(loader, shape, seed)
         return IndexedSteps(order, partial(Fetcher, loader, order, seed), pace)
-
-    def own(in_full_step: Sequence[int]) -> list[int]:
-        world = engine.world
-        return shares_of(range(len(in_full_step)), world.size, in_full_step=in_full_step)[world.rank]
 
     streams = Streams(_opener(loader, shape.devices, seed), shape, ends)
     reading = partial(engine.activity.during, "data")

@@ -86,6 +86,11 @@ class WholeModels:
         world = self._run.engine.world
         return [micro_batches[number] for number in shares_of(range(len(micro_batches)), world.size)[world.rank]]
 
+    def own(self, in_full_step: Sequence[int]) -> list[int]:
+        """Return this worker's micro-batches of a step of streams; ``in_full_step`` as of `shares_of`."""
+        world = self._run.engine.world
+        return shares_of(range(len(in_full_step)), world.size, in_full_step=in_full_step)[world.rank]
+
     def evaluation(self, batches: PassBatches, function: Callable[[Any], Any], place: tuple[int, int, int]) -> LoopPass:
         """Return a pass over data; the arguments are those of `LoopPass`."""
         return LoopPass(self._run.engine, self.registered.module, batches, function, place)

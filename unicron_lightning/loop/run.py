@@ -137,8 +137,6 @@ class Run:
         rounds = streams if is_stream(self._loader.dataset) else 1
         self._shape = _shape(global_batch_size, micro_batch_size or self._loader.batch_size, rounds)
         self._streams = streams
-        if shard_size is not None and is_stream(self._loader.dataset):
-            raise ConfigError(f"iterable data with shard_size={shard_size}: expected a data set with an index")
         if shard_size is not None and witness_every:
             raise ConfigError(f"witness_every={witness_every} with shard_size={shard_size}: expected one of them")
         if bucket_mib <= 0:
@@ -524,7 +522,7 @@ class Run:
             boundary=self._boundary,
         )
         ends = self._steps.layouts[0].streams
-        self._data = steps_of(self.engine, self._loader, self._shape, self.seed, pace, ends)
+        self._data = steps_of(self.engine, self._loader, self._shape, self.seed, pace, self.models.own, ends)
 
     # ---- between two steps
 

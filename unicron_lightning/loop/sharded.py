@@ -45,13 +45,14 @@ from unicron_lightning.loop.models import WholeModels
 from unicron_lightning.loop.registered import OF_SHARDS, RegisteredObjects, others_of
 from unicron_lightning.replica.division import ReplicaDivision
 from unicron_lightning.replica.layout import Shape
-from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
+from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep, RowPass
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import NO_DIGEST
 from unicron_lightning.worker.communication.nccl import check_device
 from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.model_state import share_initial
 from unicron_lightning.worker.operations import Agreement
+from unicron_lightning.worker.rows import Report, ReportSum
 from unicron_lightning.worker.session import FitPassed, Session, control_of_process
 from unicron_lightning.worker.step import GradientStep
 
@@ -160,6 +161,10 @@ class ShardedModels(WholeModels):
         return self.holder.share(micro_batches)
 
     @override
+    def own(self, in_full_step: Sequence[int]) -> list[int]:
+        return self.holder.own(in_full_step)
+
+    @override
     def evaluation(self, batches: PassBatches, function: Callable[[Any], Any], place: tuple[int, int, int]) -> LoopPass:
         if not self._run.engine.has_state:
             raise FitPassed(
@@ -175,9 +180,7 @@ class ShardedModels(WholeModels):
                     f"run.evaluate() between step.run() and the step of the optimizer {name!r}, with shard_size: "
                     "expected it after the optimizer's step, or after zero_grad() if there is none"
                 )
-        if not isinstance(batches, IndexedBatches):
-            raise ConfigError("run.evaluate() of iterable data with shard_size: expected a data set with an index")
-        return ShardedLoopPass(self, batches, self._run.engine, self.registered.module, batches, function, place)
+        return ShardedLoopPass(self, self._run.engine, self.registered.module, batches, function, place)
 
     @override
     def at_boundary(self) -> None:
@@ -436,13 +439,12 @@ class ShardedLoopPass(LoopPass):
 
     Args:
         models: of the run.
-        batches: of the data.
         given: as of `LoopPass`.
     """
 
-    def __init__(self, models: ShardedModels, batches: IndexedBatches, *given: Any) -> None:
+    def __init__(self, models: ShardedModels, *given: Any) -> None:
         super().__init__(*given)
-        self._models, self._indexed = models, batches
+        self._models = models
         self._counted: list[int] = []
 
     @override
@@ -453,23 +455,37 @@ class ShardedLoopPass(LoopPass):
 
     @override
     def _operation(self, *, predicts: bool) -> ReplicaEvaluation:
-        size, device = self._models.holder.part.size, self._models.shard.device
+        part, device, fabric = self._models.holder.part, self._models.shard.device, self._models.holder.fabric
         self._models.shard.loaded = self.renew
-        batches = range(number_of_rows(range(self._indexed.number), size) * size)
-        fabric = self._models.holder.fabric
-        results = partial(self._results, predicts=predicts)
-        found = ReplicaEvaluation(batches, lambda row: 0, fabric, device, self._call, results, tells=True, width=size)
-        found.name = "prediction" if predicts else found.name
+        name = "prediction" if predicts else ReplicaEvaluation.name
+        if not isinstance(self._batches, IndexedBatches):
+            self._batches.part = part
+            own: Callable[[], bytes] = bytes if predicts else lambda: encode_values(self._values)
+            return RowPass(name, fabric, device, self._divide, self._run_all, self._tell, own)
+        batches = range(number_of_rows(range(self._batches.number), part.size) * part.size)
+        call, results = partial(self._call, self._batches), partial(self._results, predicts=predicts)
+        found = ReplicaEvaluation(batches, lambda row: 0, fabric, device, call, results, tells=True, width=part.size)
+        found.name = name
         return found
 
     @override
     def _own_batches(self) -> Collection[int]:
-        return self._counted
+        return self._counted if isinstance(self._batches, IndexedBatches) else self._values
 
-    def _call(self, rows: Sequence[int], _: int) -> None:
+    def _divide(self, reports: ReportSum, replica: int | None, replicas: int) -> bool:
+        return self._batches.plan(reports.finished, replica, replicas, self._finished)
+
+    def _run_all(self) -> None:
+        for number, counts in self._batches.rows():
+            self._run(number, counts=counts)
+
+    def _tell(self) -> Report:
+        return {"finished": sorted(self._finished)}
+
+    def _call(self, batches: IndexedBatches, rows: Sequence[int], _: int) -> None:
         """Run some rows forward, together with the partners."""
         own = [self._own(row) for row in rows]
-        self._indexed.expect(own)
+        batches.expect(own)
         for number, counts in own:
             self._run(number, counts=counts)
 
@@ -479,7 +495,8 @@ class ShardedLoopPass(LoopPass):
 
     def _own(self, row: int) -> tuple[int, bool]:
         """Return this worker's batch of a row, and whether it counts."""
-        return self._models.holder.part.own(row, self._indexed.number)
+        assert isinstance(self._batches, IndexedBatches)
+        return self._models.holder.part.own(row, self._batches.number)
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:

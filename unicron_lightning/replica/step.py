@@ -393,6 +393,43 @@ class ReplicaEvaluation(Evaluation[Sequence[int]]):
         return [list(rows) for _, rows in groupby(plan.rows, self._size)]
 
 
+class RowPass(ReplicaEvaluation):
+    """A pass in rows of batches whose number may be unknown; each worker keeps the results of its own batches.
+
+    Args:
+        name: of the operation.
+        fabric, device: as of `ReplicaEvaluation`.
+        plan: divides the rows with batches that no member has run, given the members' reports, this worker's replica
+            (None: a spare) and the number of replicas; returns whether this worker may have rows.
+        run: runs all of them with the partners.
+        report: returns this worker's report.
+        results: returns this worker's results.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fabric: ReplicaFabric,
+        device: torch.device,
+        plan: Callable[[ReportSum, int | None, int], bool],
+        run: Callable[[], None],
+        report: Callable[[], Report],
+        results: Callable[[], bytes] = bytes,
+    ) -> None:
+        super().__init__((), lambda _: 0, fabric, device, lambda *_: run(), lambda _: results(), tells=False)
+        self.name = name
+        self._divide, self._tell = plan, report
+
+    @override
+    def report(self) -> Report:
+        return self._tell()
+
+    @override
+    def _calls(self, reports: ReportSum, rank: int) -> list[list[int]]:
+        found = self._divide(reports, self._place.replica, len(self._place.layout.replicas))
+        return [[0]] if found else []  # one call has all rows, of which some end unexpectedly
+
+
 def batches_of(reports: ReportSum, shards: Sequence[int], width: int) -> set[int]:
     """Return the batches that present workers have finished, from reports of the rows in which each has run its own.
 
