@@ -16,7 +16,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
@@ -183,15 +182,8 @@ class WholeModelSteps(StepRunner):
         return () if self._effects is None else self._effects.buffers.unsteady
 
     def check_data(self, loader: DataLoader[Any]) -> None:
-        """Refuse streams with a witness, which would open those of other ranks.
-
-        Raises:
-            ConfigError: there are both.
-        """
-        every = self._strategy.witness.every
-        if every and isinstance(loader.dataset, IterableDataset):
-            kind = type(loader.dataset).__qualname__
-            raise ConfigError(f"witness_every={every} with iterable data ({kind}): expected a data set with an index")
+        """See `Witness.check_data`."""
+        self._strategy.witness.check_data(loader.dataset)
 
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
         strategy, effects = self._strategy, self._effects

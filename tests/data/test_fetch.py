@@ -202,6 +202,32 @@ def test_evaluation_batches_by_number(workers: int) -> None:
     assert started == [0, 2, 5] * 2
 
 
+class Summed(Noisy):
+    """Samples of a kernel whose bits depend on the number of threads, and that number."""
+
+    def __getitem__(self, index: int) -> Any:
+        values = torch.rand(200_000)
+        return torch.dot(values, values).item(), torch.get_num_threads()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_micro_batch_that_is_fetched_here_has_the_bits_of_a_worker_process(workers: int) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    loader = DataLoader(Summed(), batch_size=2, num_workers=workers)
+    ahead = [(0, 0, number) for number in range(3)]
+    fetcher = Fetcher(loader, DataOrder(loader, SHAPE, 0), 1, lambda place: iter(ahead))
+    try:
+        expected = [fetcher.get(place) for place in ahead]
+        here = [fetcher._fetch_here(place) for place in ahead]
+        assert [[each.tolist() for each in batch] for batch in here] == [[e.tolist() for e in b] for b in expected]
+        assert {number for _, numbers in here for number in numbers.tolist()} == {1 if workers else 2}
+        assert torch.get_num_threads() == 2
+    finally:
+        fetcher.close()
+        torch.set_num_threads(threads)
+
+
 class Opened(Dataset[Any]):
     """Samples from a file that each worker process opens by itself."""
 

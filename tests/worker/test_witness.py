@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from worker.simulation import Coordinator, Fault, Killed, run_threads
 
 from unicron_lightning.errors import ConfigError, SilentCorruption
 from unicron_lightning.worker.buckets import GradientBuckets
-from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.effects import Effects
+from unicron_lightning.worker.engine import Engine, EpochChanged
 from unicron_lightning.worker.exact_sums import ExactGradients
 from unicron_lightning.worker.step import GradientStep
+from unicron_lightning.worker.sums import SumsLayout
 from unicron_lightning.worker.witness import AGAIN, GradientsDiffer, Judgement, Witness, WitnessedStep, in_doubt, judge
 
 MICRO_BATCHES = 5
@@ -140,17 +143,39 @@ def test_gradients_that_were_set_aside_add_up_as_autograd_adds_them(sparse: bool
         module = nn.ModuleList([nn.Embedding(6, 3, sparse=sparse), nn.Linear(3, 1)])
         made = gradients(module)
         for number in range(3):
-            held = made.set_aside() if apart else []
-            module[1](module[0](torch.tensor([number, 2]))).square().sum().backward()
-            if apart:
-                made.put_back(held, adds=True)
-                kept = made.set_aside()
-                module[1](module[0](torch.tensor([4, 5]))).sum().backward()
-                made.put_back(kept, adds=False)
+            with made.apart(adds=True) if apart else nullcontext():
+                module[1](module[0](torch.tensor([number, 2]))).square().sum().backward()
+            for fails in (False, True) if apart else ():
+                with suppress(EpochChanged), made.apart(adds=fails):
+                    module[1](module[0](torch.tensor([4, 5]))).sum().backward()
+                    if fails:
+                        raise EpochChanged("a member has failed")
         return [each.to_dense() for each in made.present().values()]
 
     for one, other in zip(run(apart=True), run(apart=False), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_repeated_micro_batch_leaves_no_changes_also_if_a_failure_ends_it() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    module.register_buffer("seen", torch.zeros(()))
+    effects = Effects(module, None)
+    effects.begin(0, SumsLayout(), anew=True)
+    effects.start_micro_batch()
+
+    def runs() -> None:
+        module(torch.randn(4, 3))
+        module.seen.add_(1)  # type: ignore[operator]
+
+    runs()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with suppress(EpochChanged), effects.dropped():
+        effects.start_micro_batch()
+        assert module.seen == 0
+        runs()
+        raise EpochChanged("a member has failed")
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
 
 
 # ---- steps

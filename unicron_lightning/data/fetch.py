@@ -9,8 +9,10 @@ worker processes are not restarted for this.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -56,6 +58,17 @@ class _InitWorker:
             self._init(worker)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch has one thread, as in a loader's process: some kernels' bits depend on the number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Fetcher:
     """Micro-batches of one data loader.
 
@@ -77,6 +90,7 @@ class Fetcher:
         self._ready: dict[MicroBatchId, Any] = {}
         self._iterator: Iterator[tuple[MicroBatchId, Any]] | None = None
         self._loader: DataLoader[Any] | None = None
+        self._threads: Callable[[], AbstractContextManager[None]] = one_thread if loader.num_workers else nullcontext
         if loader.num_workers > 0:
             self._loader = DataLoader(
                 self._items,
@@ -130,7 +144,7 @@ class Fetcher:
         self._loader = None
 
     def _fetch_here(self, place: MicroBatchId) -> Any:
-        with preserved():
+        with preserved(), self._threads():
             return self._items[(place, self._order.indices(*place))][1]
 
     def _requests(self) -> Iterator[tuple[MicroBatchId, list[int]]]:

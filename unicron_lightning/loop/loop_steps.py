@@ -298,10 +298,8 @@ class FunctionCalls:
 
     def repeat(self, micro_batch: int) -> None:
         """Run forward and backward of a micro-batch that another rank has; all but the gradients is dropped."""
-        held = self._effects.hold()
-        self._pass(micro_batch, counts=True)
-        self._effects.restore()
-        self._effects.put_back(held)
+        with self._effects.dropped():
+            self._pass(micro_batch, counts=True)
 
     def _pass(self, micro_batch: int, *, counts: bool) -> tuple[Tensor, list[LogCall]]:
         """Run forward and backward; return the loss and the values."""

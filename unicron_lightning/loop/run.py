@@ -145,7 +145,8 @@ class Run:
             raise ConfigError(f"checkpoints={str(checkpoints)!r}: expected a folder that all workers see")
         if reproducible and not compare:
             raise ConfigError("reproducible=True with compare=False: workers of different kinds would not be found")
-        self.witness = Witness(witness_every, compare=compare, streams=is_stream(self._loader.dataset))
+        self.witness = Witness(witness_every, compare=compare)
+        self.witness.check_data(self._loader.dataset)
         self.device = _device(device)
         self._reproducible = reproducible
         self._kernels: tuple[bool, ...] | None = None

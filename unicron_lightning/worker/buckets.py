@@ -11,7 +11,8 @@ gradients' size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, Final
 
 import torch
@@ -143,20 +144,25 @@ class GradientBuckets(OfProcess):
     def take(self) -> None:
         """End a micro-batch: add its gradients to the sums, unless autograd does."""
 
-    def set_aside(self) -> list[Tensor | None]:
-        """Return the gradients for `put_back`, and leave none."""
+    @contextmanager
+    def apart(self, *, adds: bool) -> Iterator[None]:
+        """Inside, gradients begin without those before.
+
+        Args:
+            adds: whether they are added at the end, with the bits that autograd would have made, or discarded. After an
+                exception they are discarded.
+        """
         held = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        return held
+        try:
+            yield
+        except BaseException:
+            self._put_back(held, adds=False)
+            raise
+        self._put_back(held, adds=adds)
 
-    def put_back(self, held: Sequence[Tensor | None], *, adds: bool) -> None:
-        """Restore what `set_aside` has returned.
-
-        Args:
-            held: these gradients.
-            adds: whether the present ones are added, with the bits that autograd would have made, or discarded.
-        """
+    def _put_back(self, held: Sequence[Tensor | None], *, adds: bool) -> None:
         for parameter, before in zip(self.parameters, held, strict=True):
             now = parameter.grad if adds else None
             if before is None or now is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -104,6 +106,16 @@ class Effects:
         if self.metrics is not None:
             self.metrics.put_back(metrics)
         self.buffers.put_back(buffers)
+
+    @contextmanager
+    def dropped(self) -> Iterator[None]:
+        """Inside, a micro-batch starts from the step's values; its changes are dropped, also by an exception."""
+        held = self.hold()
+        try:
+            yield
+        finally:
+            self.restore()
+            self.put_back(held)
 
     def finish_micro_batch(self, number: int) -> None:
         """Record the changes and restore the step's values."""

@@ -29,6 +29,7 @@ from typing import Final
 
 import msgspec
 import torch
+from torch.utils.data import IterableDataset
 
 from unicron_lightning.errors import ConfigError, SilentCorruption, UnicronError
 from unicron_lightning.worker.agreement import StateDigest, parts_of
@@ -91,27 +92,36 @@ class Witness:
     Args:
         every: steps between two with witnesses, k; None or 0: there are none.
         compare: whether the workers' settings and processors are compared, too.
-        streams: whether the data are iterable: a witness would have to read the streams of other ranks.
 
     Attributes:
         every: as above, 0 for never.
         right: the last step, from 1, in which each worker was compared and found right, by its name.
 
     Raises:
-        ConfigError: ``every`` is no number of steps, workers are not compared, or the data are streams.
+        ConfigError: ``every`` is no number of steps, or workers are not compared.
     """
 
-    def __init__(self, every: int | None, *, compare: bool, streams: bool = False) -> None:
+    def __init__(self, every: int | None, *, compare: bool) -> None:
         if every is not None and (type(every) is not int or every < 0):
             raise ConfigError(f"witness_every={every!r}: expected a number of steps, or 0 for never")
         if every and not compare:
             raise ConfigError(
                 f"witness_every={every} with compare=False: workers of different kinds would not be found"
             )
-        if every and streams:
-            raise ConfigError(f"witness_every={every} with iterable data: expected a data set with an index")
         self.every = every or 0
         self.right: dict[str, int] = {}
+
+    def check_data(self, dataset: object) -> None:
+        """Refuse streams: a witness would have to read those of other ranks.
+
+        Raises:
+            ConfigError: there is a witness, and the data set has no index.
+        """
+        if self.every and isinstance(dataset, IterableDataset):
+            kind = type(dataset).__qualname__
+            raise ConfigError(
+                f"witness_every={self.every} with iterable data ({kind}): expected a data set with an index"
+            )
 
     def of_step(self, done: int, gradients: GradientBuckets, repeat: Callable[[int], None]) -> WitnessedStep | None:
         """Return the witness of a step; None if it has none.
@@ -207,10 +217,9 @@ class WitnessedStep:
 
     def observe(self, run: Callable[[int], None], micro_batch: int) -> None:
         """Run a micro-batch of this rank, and keep the digest of its gradients alone."""
-        held = self._gradients.set_aside()
-        run(micro_batch)
-        self._record(micro_batch)
-        self._gradients.put_back(held, adds=True)
+        with self._gradients.apart(adds=True):
+            run(micro_batch)
+            self._record(micro_batch)
 
     def repeat(self, engine: Engine) -> None:
         """Run another rank's micro-batch, once."""
@@ -247,10 +256,9 @@ class WitnessedStep:
         self._decide(engine, {number: {r: each[number] for r, each in enumerate(found)} for number in doubtful})
 
     def _run_again(self, engine: Engine, micro_batch: int) -> None:
-        held = self._gradients.set_aside()
-        self._repeat(micro_batch)
-        self._record(micro_batch)
-        self._gradients.put_back(held, adds=False)
+        with self._gradients.apart(adds=False):
+            self._repeat(micro_batch)
+            self._record(micro_batch)
         engine.activity.computed()
 
     def _record(self, micro_batch: int) -> None:
