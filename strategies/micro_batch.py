@@ -80,10 +80,10 @@ class MicroBatches:
             self._batch.finished(micro_batch)
         self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
 
-    def repeat(self, micro_batch: int) -> None:
+    def repeat(self, micro_batch: int, *, counts: bool = True) -> None:
         """Run forward and backward of a micro-batch that another rank has; all but the gradients is dropped."""
         with self._effects.dropped():
-            self._pass(micro_batch, counts=True)
+            self._pass(micro_batch, counts=counts)
 
     def _pass(self, micro_batch: int, *, counts: bool) -> tuple[Tensor | None, Sequence[LogCall], Any] | None:
         """Run forward and backward; return loss, logged values and output, or None for a micro-batch left out."""

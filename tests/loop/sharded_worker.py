@@ -2,11 +2,13 @@
 
 With a name that begins with "stream", the data are streams; the names of the process begin with "alone".
 ``options.json`` in the folder has the number of workers of a replica, if it is another one, a checkpoint to load, the
-run's further options, and whether the net has no batch norm, or the script no average of its own.
+run's further options, and whether the net has no batch norm, or the script no average of its own, and the
+arguments of `flip`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -147,6 +149,19 @@ def save(run: unicron.Run, step: int, folder: Path, *, beside: bool) -> None:
         run.save()
 
 
+def flip(run: unicron.Run, layer: nn.Module, node: str, step: int, *, same: bool) -> None:
+    """Have a layer's outputs be wrong on a node from a step on, in training, in the same way each time or not."""
+    calls = itertools.count()
+
+    def changed(_module: nn.Module, _given: Any, found: torch.Tensor) -> torch.Tensor | None:
+        world = run.engine.world
+        if not torch.is_grad_enabled() or run.global_step + 1 < step or not world.nodes[world.rank].endswith(node):
+            return None
+        return found * (1.0 + 0.5 ** (10 + (0 if same else next(calls) % 30)))
+
+    layer.register_forward_hook(changed)
+
+
 def plain(values: dict[str, Any]) -> dict[str, float]:
     """Return numbers instead of tensors."""
     return {key: float(value) for key, value in values.items()}
@@ -181,6 +196,8 @@ def main(folder: Path, name: str) -> None:
     deaths = Deaths(folder, run, options.get("workers", WORKERS))
     norm = nn.BatchNorm1d if options.get("batch_norm", True) else nn.LayerNorm
     models = Models(run, shards=shards is not None, streams=streams, norm=norm)
+    if shards and "flips" in options:
+        flip(run, models.net.layers[0], **options["flips"])
     optimizer = torch.optim.AdamW(models.net.parameters(), lr=0.01, eps=1e-3)
     judge = torch.optim.SGD(models.critic.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)

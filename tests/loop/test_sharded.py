@@ -110,6 +110,53 @@ def test_random_deaths_with_streams(seed: int, world: Site, alone_with_streams: 
     assert outputs == pytest.approx(sorted(loss for _, loss in alone_with_streams["predicted"]), rel=TOLERANCE)
 
 
+def witnessed(
+    world: Site, name: str, history: list[tuple[int, int, str]], **options: Any
+) -> tuple[list[dict[str, Any]], list[str], list[dict[str, Any]]]:
+    """Run with a witness in every second step; return results, cordoned nodes, and suspects."""
+    found = run(world, name, history, run={"witness_every": 2}, **options)
+    task = f"{MODULE.replace('.', '-')}-{name}"
+    events = [each for each in world.cluster.events() if each["task"] == task]
+    errors = [each["fields"] for each in events if each["name"] == "error_reported"]
+    suspects = [each["details"]["suspect"] for each in errors if each["kind"] == "silent_data_corruption"]
+    cordoned = [each["fields"]["node"].removeprefix(f"{task}-") for each in events if each["name"] == "node_cordoned"]
+    return found, sorted(cordoned), suspects
+
+
+def test_replicas_without_wrong_bits_are_left_alone(world: Site, alone: dict[str, Any]) -> None:
+    found, cordoned, _ = witnessed(world, "quiet", [])
+    assert len(found) == WORKERS and cordoned == []
+    for each in found:
+        check(each, alone)
+    logs = "".join(path.read_text() for path in (world.folder / "quiet" / "agents").glob("*.log"))
+    assert "gradients_differ" not in logs and "witness_every=2: " in logs
+
+
+@pytest.mark.parametrize(("workers", "same"), [(4, False), (6, True)])
+def test_a_replica_with_a_node_whose_bits_flip_is_found(
+    workers: int, same: bool, world: Site, alone: dict[str, Any]
+) -> None:
+    """With three replicas also if they flip in the same way each time."""
+    flips = {"node": "-1", "step": 6, "same": same}
+    found, cordoned, suspects = witnessed(world, f"flips{workers}", [], workers=workers, flips=flips)
+    assert len(found) == workers - SHARDS
+    for each in found:
+        check(each, alone)
+    assert len(cordoned) == SHARDS and "1" in cordoned, "the nodes of one replica"
+    assert {(each["step"], each["last_right"]) for each in suspects} == {(6, 4)}
+
+
+@pytest.mark.parametrize("point", ["call", "compared", "reduced", "commit", "exchange"])
+def test_a_death_beside_wrong_bits(point: str, world: Site, alone: dict[str, Any]) -> None:
+    """In the same step, or in the recovery from it: whether they are found or not, nothing hangs."""
+    flips = {"node": "-1", "step": 6, "same": False}
+    found, cordoned, _ = witnessed(world, f"flips-{point}", [(0, 5, point)], workers=6, flips=flips)
+    assert found and "1" in cordoned
+    if len(cordoned) == SHARDS:
+        for each in found:
+            check(each, alone)
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_worker_dies_in_a_prediction(rank: int, world: Site, alone: dict[str, Any]) -> None:
     found = run(world, f"predicting{rank}", [(rank, STEPS, "validation")])

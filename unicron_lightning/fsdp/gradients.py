@@ -71,9 +71,13 @@ class ShardedGradients:
     def take(self) -> None:
         """End a row: add its gradients to the sums, unless FSDP2 does."""
 
+    def present(self) -> dict[str, Tensor]:
+        """Return the shards of the gradients that there are at present, by the numbers of the parameters."""
+        return {f"{n}": _local(each) for n, each in enumerate(self.parameters) if each.grad is not None}
+
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Accumulate from zero inside; at the end the earlier sums are added, also after an exception."""
+    def apart(self, *, adds: bool = True) -> Iterator[None]:
+        """Accumulate from zero inside; at the end the earlier sums are added, or come back, as after an exception."""
         earlier = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -84,7 +88,9 @@ class ShardedGradients:
                 parameter.grad = grad
             raise
         for parameter, grad in zip(self.parameters, earlier, strict=True):
-            if grad is None:
+            if not adds:
+                parameter.grad = grad
+            if grad is None or not adds:
                 continue
             if parameter.grad is not None:
                 local_shard(grad).add_(_local(parameter))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -123,6 +124,15 @@ class ShardHolder:
         size = self.fabric.shape.shards
         whole = range(number_of_rows(range(in_full_step[-1] + 1), size) * size)
         return present(self.share(whole, balance), in_full_step)
+
+    def released(self, run: Callable[[int], None]) -> Callable[[int], None]:
+        """Return a function that runs a row with the partners, and then knows that they have come this far."""
+
+        def released(row: int) -> None:
+            run_released(partial(run, row), self.fabric)
+            self.fabric.arrive(self.member.model.device)
+
+        return released
 
     def writing(self, engine: Engine, write: Callable[[list[Any]], str]) -> WriteFile:
         """Return the operation that writes a file with the shards of one replica, by its first worker.

@@ -17,6 +17,7 @@ from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.effects import Effects
 from unicron_lightning.worker.exact_sums import ExactSums, OrderedSums
 from unicron_lightning.worker.sums import AllUsed, LogCall, StepSums, SumsLayout
+from unicron_lightning.worker.witness import WitnessedStep
 
 
 def number_of_rows(micro_batches: Sequence[int], size: int) -> int:
@@ -38,7 +39,10 @@ class StepRows:
 
     Attributes:
         numbers: of all rows of the step.
+        witness: of the step, if it has one.
     """
+
+    witness: WitnessedStep | None = None
 
     def __init__(
         self,
@@ -83,7 +87,10 @@ class StepRows:
             if bucket is not None:
                 bucket.local.zero_()
             try:
-                run(number, counts=counts)
+                if self.witness is not None and row == self.witness.own:
+                    self.witness.observe(lambda _: run(number, counts=counts), row)  # noqa: B023 - called at once
+                else:
+                    run(number, counts=counts)
             except BaseException:
                 self._effects.restore()
                 raise
@@ -91,6 +98,12 @@ class StepRows:
             self._activity.computed()
             if bucket is not None and counts:
                 self._row.norms = bucket.local.clone()
+
+    def repeat(self, run: Callable[..., None], row: int) -> None:
+        """Repeat a row of another replica together with the partners; all but the gradients is dropped."""
+        number, counts = self._rows.own(row)
+        if not self._rows.is_empty(row):
+            run(number, counts=counts)
 
     def add(self, loss: Tensor | None, calls: Sequence[LogCall], number: int) -> None:
         """Record the results of a micro-batch that counts."""

@@ -296,10 +296,10 @@ class FunctionCalls:
         if counts and not self._call:  # it reads ahead in streams, whose ends are part of this call's commit
             self._batch.finished(micro_batch)
 
-    def repeat(self, micro_batch: int) -> None:
+    def repeat(self, micro_batch: int, *, counts: bool = True) -> None:
         """Run forward and backward of a micro-batch that another rank has; all but the gradients is dropped."""
         with self._effects.dropped():
-            self._pass(micro_batch, counts=True)
+            self._pass(micro_batch, counts=counts)
 
     def _pass(self, micro_batch: int, *, counts: bool) -> tuple[Tensor, list[LogCall]]:
         """Run forward and backward; return the loss and the values."""

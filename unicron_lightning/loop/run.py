@@ -137,8 +137,6 @@ class Run:
         rounds = streams if is_stream(self._loader.dataset) else 1
         self._shape = _shape(global_batch_size, micro_batch_size or self._loader.batch_size, rounds)
         self._streams = streams
-        if shard_size is not None and witness_every:
-            raise ConfigError(f"witness_every={witness_every} with shard_size={shard_size}: expected one of them")
         if bucket_mib <= 0:
             raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
         if "://" in str(checkpoints):
@@ -161,6 +159,7 @@ class Run:
         self._checkpoints = LoopCheckpoints(self, self._state, folder, keep, beside=beside, partners=partners)
         self._memory, self._remembers = StateMemory(self), (memory_every_n_steps, partners)
         self._step_in_epoch = self._passes = self._passes_between = 0
+        self._shard_size = shard_size or 1
         self.models = WholeModels(self) if shard_size is None else _sharded(self, shard_size, exact=reproducible)
         self.division = self.models.division()
         self._session, self._is_new = self.models.open(self._shape.micro_batches)
@@ -364,7 +363,7 @@ class Run:
             if self._reproducible:
                 self._print(announced(self.device))
             if self.witness.every:
-                self._print(self.witness.announced(self.world_size))
+                self._print(self.witness.announced(self.world_size, self._shard_size))
             self._session.runs(active=True)
             yield from self._bodies(reached)
             with self.failing():

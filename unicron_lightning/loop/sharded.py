@@ -403,7 +403,9 @@ class ShardedLoopSteps(LoopSteps):
         calls = FunctionCalls(run, batch, function, rows.add, effects, models, call)
         digest = NO_DIGEST if call else run.divergence.shard_digest(run.engine, model.shard)
         model.loaded = rows.renew
-        rest = (partial(rows.call, calls.run), rows.sums, None, digest)
+        repeat = models.holder.released(partial(rows.repeat, calls.repeat))
+        witness = rows.witness = run.witness.of_step(run.global_step, model.gradients, repeat)
+        rest = (partial(rows.call, calls.run), rows.sums, None, digest, witness)
         return ReplicaStep(rows.numbers, model, models.holder.fabric, *rest)
 
     @override

@@ -2,6 +2,8 @@
 of a validation pass (`ReplicaEvaluation`).
 
 1. **Calls.** Each replica runs its micro-batches in one or two calls; gradients accumulate without other replicas.
+   In steps with a witness, replicas repeat rows of others after them, and gradients are compared: see
+   `worker.witness`.
 2. **Reduction** over the replicas: the gradients' buckets, and last the small sums (loss, logged values). Each worker
    keeps its own sums.
 3. **Gate.** A small all-reduce of all members. A worker past it knows that all reductions are complete, and that its
@@ -24,7 +26,8 @@ every worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -40,6 +43,7 @@ from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Evaluation
 from unicron_lightning.worker.rows import Balance, Report, ReportSum, RowPlan, plan_rows, shares_of
 from unicron_lightning.worker.step import Step, SumsT
+from unicron_lightning.worker.witness import WitnessedStep
 
 OPEN, SUMMED, FINAL = range(3)
 """A worker's gradients of a step: not all summed over the replicas, or being finalized; all summed; finalized."""
@@ -66,6 +70,7 @@ class ReplicaStep(Step[SumsT]):
         fabric: provides its place, and receives its progress.
         call: runs forward and backward of some micro-batches with the partners.
         sums: makes the other sums, from the micro-batches finished here.
+        witness: has other replicas repeat rows; None: they do not in this step.
     """
 
     def __init__(
@@ -77,8 +82,10 @@ class ReplicaStep(Step[SumsT]):
         sums: Callable[[Sequence[int]], SumsT],
         balance: Balance | None = None,
         digest: StateDigest = NO_DIGEST,
+        witness: WitnessedStep | None = None,
     ) -> None:
         place = fabric.place
+        self._witness = witness
         spare = place is None or place.replica is None
         super().__init__(micro_batches, None, balance, NO_DIGEST if spare else digest)  # a spare's may be older
         self._model = model
@@ -111,6 +118,10 @@ class ReplicaStep(Step[SumsT]):
         declared, shard = self._fabric.declared, self._fabric.own_shard
         plan = plan_calls(self.micro_batches, declared, replicas, place.replica, counts, shard)
         self._plan = plan
+        if self._witness is not None and not self._again and place.replica is not None:
+            shares = shares_of(self.micro_batches, declared, counts if len(replicas) == declared else None)
+            shares += [[] for _ in replicas[len(shares) :]]
+            self._witness.plan(place.replica, len(replicas), lambda other: shares[other])
         if not plan.complete or place.replica is None:
             self._state = OPEN
             if self._again:
@@ -128,6 +139,9 @@ class ReplicaStep(Step[SumsT]):
         active = fabric.place.replica is not None
         if active:
             self._compute(engine, plan)
+        self._compare(engine, plan)
+        if active:
+            self._reduce(engine)
         else:
             self._sum_totals()
         self._gate(engine)
@@ -166,9 +180,37 @@ class ReplicaStep(Step[SumsT]):
                 run_released(partial(self._call, call, last=len(plan.calls) == 1), fabric)
             fabric.arrive(self._device)
             self._calls.append(call)
+        if self._witness is not None and not plan.complete:
+            workers, place = engine.world.workers, fabric.place
+            assert place is not None
+            holders = [tuple(workers[rank] for rank in each.members) for each in place.layout.replicas]
+            self._witness.enter(holders, place.replica)
+            self._witness.repeat(engine)
         engine.activity.enter("reduce")
         fabric.phase = "reducing"
         engine.check()
+
+    def _compare(self, engine: Engine, plan: CallPlan) -> None:
+        """Compare gradients with a witness: nothing wrong is reduced."""
+        fabric = self._fabric
+        assert fabric.place is not None
+
+        @contextmanager
+        def lockstep() -> Iterator[None]:
+            if fabric.place is not None and fabric.place.replica is not None:
+                fabric.phase = "calls"  # from here on a worker that leaves cuts the connections, see `_gate`
+            communicator = engine.communicator
+            communicator.wait(communicator.all_reduce(torch.zeros(1)))
+            yield
+            if fabric.phase == "calls":
+                fabric.phase = "reducing"
+
+        if self._witness is not None and not plan.complete:
+            self._witness.compare(engine, [each.members for each in fabric.place.layout.replicas], lockstep)
+
+    def _reduce(self, engine: Engine) -> None:
+        fabric, model = self._fabric, self._model
+        engine.activity.enter("reduce")
         engine.fault("reduce", engine.step)
         if self._state == OPEN:
             run_released(model.gradients.reduce, fabric)

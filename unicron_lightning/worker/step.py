@@ -285,7 +285,7 @@ class GradientStep(Step[Sums]):
         assert plan is not None
         self._engine, self._aborted, self._used = engine, False, engine.communicator
         if self._witness is not None:
-            self._witness.enter(engine)
+            self._witness.enter([(worker,) for worker in engine.world.workers], engine.world.rank)
         self._take_held(engine, plan)
         self._compute(engine, plan)
         self._await_device(engine)
@@ -298,10 +298,10 @@ class GradientStep(Step[Sums]):
             engine.activity.enter("reduce")
         self._await_reductions(engine)
         engine.fault("reduced", engine.step)
+        ranks = [[rank] for rank in range(engine.world.size)]
         if self._witness is not None:
-            self._witness.compare(engine)
-        totals, ranks = self._totals.reduced.tolist(), range(engine.world.size)
-        return self._commit(engine, totals, self._digest, [[rank] for rank in ranks])
+            self._witness.compare(engine, ranks)
+        return self._commit(engine, self._totals.reduced.tolist(), self._digest, ranks)
 
     def suspend(self) -> None:
         # Completion must be read now: after the abort, ended and completed collectives look the same.

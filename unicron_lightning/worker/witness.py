@@ -1,5 +1,8 @@
 """Silent corruption: another rank repeats a micro-batch, and the gradients' bits are compared before the commit.
 
+Of models in shards a replica repeats a row of another one, and each worker compares its shard's gradients. Ranks below
+are then replicas, and all workers of a wrong one are.
+
 In every k-th step each rank repeats one micro-batch of another rank, while the reductions are on their way. Before the
 commit all ranks exchange digests of the gradients. Owners, witnesses and places in the shares rotate, so that each pair
 of ranks meets in size - 1 such steps.
@@ -23,17 +26,18 @@ from __future__ import annotations
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from unicron_lightning.errors import ConfigError, SilentCorruption, UnicronError
 from unicron_lightning.worker.agreement import StateDigest, parts_of
-from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, EpochChanged
 from unicron_lightning.worker.reproducible import conditions
@@ -43,8 +47,24 @@ logger = logging.getLogger(__name__)
 AGAIN: Final = 2
 """Runs of a micro-batch in doubt on each rank: two of one rank that differ are no property of the micro-batch."""
 
-Runs = Mapping[int, Sequence[int]]
+Runs = Mapping[int, Sequence[Hashable]]
 """Digests of the gradients of one micro-batch, in the order of the runs, by rank."""
+OwnRuns = Mapping[int, Sequence[Hashable]]
+"""Those of one rank, by micro-batch."""
+
+
+class ComparedGradients(Protocol):
+    """This worker's gradients; implemented by `GradientBuckets` and `ShardedGradients`."""
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """Those that are trained."""
+
+    def apart(self, *, adds: bool) -> AbstractContextManager[None]:
+        """Inside, gradients begin without those before, which are added at the end, or come back."""
+
+    def present(self) -> dict[str, Tensor]:
+        """Return the gradients that this worker has at present, by name."""
 
 
 class GradientsDiffer(UnicronError):
@@ -77,13 +97,25 @@ def judge(runs: Runs) -> Judgement:
     return Judgement(wrong=tuple(sorted(rank for rank, values in runs.items() if {*values} != {right})), steady=True)
 
 
-def in_doubt(ranks: Sequence[Mapping[int, Sequence[int]]]) -> list[int]:
+def in_doubt(ranks: Sequence[OwnRuns]) -> list[int]:
     """Return the micro-batches of which two runs differ, given the digests of each rank's runs by micro-batch."""
-    found: dict[int, set[int]] = {}
+    found: dict[int, set[Hashable]] = {}
     for each in ranks:
         for micro_batch, values in each.items():
             found.setdefault(micro_batch, set()).update(values)
     return sorted(micro_batch for micro_batch, values in found.items() if len(values) > 1)
+
+
+def together(shards: Sequence[Mapping[int, Sequence[int]]]) -> dict[int, list[tuple[int, ...]]]:
+    """Return the runs of a replica, given those of its workers, which a failure may have left with different numbers.
+
+    A micro-batch that a worker has not run, since it was a spare, is left out.
+    """
+    found = {}
+    for number in set.intersection(*(set(each) for each in shards)):
+        known = min(len(each[number]) for each in shards)
+        found[number] = list(zip(*(each[number][-known:] for each in shards), strict=True))
+    return found
 
 
 class Witness:
@@ -123,7 +155,7 @@ class Witness:
                 f"witness_every={self.every} with iterable data ({kind}): expected a data set with an index"
             )
 
-    def of_step(self, done: int, gradients: GradientBuckets, repeat: Callable[[int], None]) -> WitnessedStep | None:
+    def of_step(self, done: int, gradients: ComparedGradients, repeat: Callable[[int], None]) -> WitnessedStep | None:
         """Return the witness of a step; None if it has none.
 
         Args:
@@ -142,16 +174,19 @@ class Witness:
         shared = {name: value for name, value in conditions(device).items() if name != "reproducible"}
         return {**shared, "witness_every": str(self.every)}
 
-    def announced(self, workers: int) -> str:
+    def announced(self, workers: int, size: int = 1) -> str:
         """Return the line that states at the start what is compared.
 
         Args:
             workers: number of them.
+            size: of them in a replica.
         """
-        start = f"witness_every={self.every}:"
-        if workers == 1:
-            return f"{start} one worker has no witness, so nothing is compared until another one joins"
-        return f"{start} in every {self.every}. step each of {workers} ranks repeats a micro-batch of another one"
+        start, number = f"witness_every={self.every}:", workers // size
+        if number <= 1:
+            what = "worker" if size == 1 else "replica"
+            return f"{start} one {what} has no witness, so nothing is compared until another one joins"
+        what = f"{number} ranks repeats a micro-batch" if size == 1 else f"{number} replicas repeats a row"
+        return f"{start} in every {self.every}. step each of {what} of another one"
 
 
 class WitnessedStep:
@@ -170,7 +205,7 @@ class WitnessedStep:
         self,
         witness: Witness,
         number: int,
-        gradients: GradientBuckets,
+        gradients: ComparedGradients,
         repeat: Callable[[int], None],
     ) -> None:
         self.own: int | None = None
@@ -179,9 +214,9 @@ class WitnessedStep:
         self._gradients, self._repeat = gradients, repeat
         self._runs: dict[int, list[int]] = {}
         self._owned: Callable[[int], int | None] | None = None
-        """Given a rank of ``_workers``, returns which of its micro-batches another one repeats."""
-        self._workers: Sequence[str] = ()
-        """The workers for which the step was planned, by rank."""
+        """Given a place in ``_holders``, returns which of its micro-batches another one repeats."""
+        self._holders: Sequence[Sequence[str]] = ()
+        """The workers of each rank for which the step was planned."""
         self._error: UnicronError | None = None
         self._among: Sequence[str] = ()
         """The workers that cannot decide: each has to end by ``_error``."""
@@ -203,17 +238,23 @@ class WitnessedStep:
             own = share(rank)
             return own[place % len(own)] if own else None
 
-        self._owned, self._workers = owned, ()
+        self._owned, self._holders = owned, ()
         self.own, self._other = owned(rank), owned((rank + 1 + shift) % ranks)
 
-    def enter(self, engine: Engine) -> None:
-        """Begin an attempt of what is planned; after a death each rank repeats that of the next present one."""
-        workers = engine.world.workers
-        if self._owned is None or not self._workers:
-            self._workers = workers
-        elif self._workers != workers and len(workers) > 1:
-            following = workers[(engine.world.rank + 1) % len(workers)]
-            self._other = self._owned(self._workers.index(following))
+    def enter(self, holders: Sequence[Sequence[str]], rank: int | None) -> None:
+        """Begin an attempt of what is planned; after a death each rank repeats that of the next present one.
+
+        Args:
+            holders: the workers of each rank.
+            rank: of this worker; None: of no replica.
+        """
+        if rank is None or self._owned is None or not self._holders:
+            self._holders = holders
+        elif self._holders != holders and len(holders) > 1:
+            following = holders[(rank + 1) % len(holders)]
+            # A worker that was a spare has not planned: its partners repeat nothing, either.
+            planned = holders[rank] in self._holders and following in self._holders
+            self._other = self._owned(self._holders.index(following)) if planned else None
 
     def observe(self, run: Callable[[int], None], micro_batch: int) -> None:
         """Run a micro-batch of this rank, and keep the digest of its gradients alone."""
@@ -227,8 +268,18 @@ class WitnessedStep:
             engine.check()
             self._run_again(engine, self._other)
 
-    def compare(self, engine: Engine) -> None:
+    def compare(
+        self,
+        engine: Engine,
+        ranks: Sequence[Sequence[int]],
+        lockstep: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Compare the gradients before the commit.
+
+        Args:
+            engine: of this worker.
+            ranks: those that hold a model together, by shard, for each replica; of whole models each alone.
+            lockstep: inside, the workers of a replica run a micro-batch together.
 
         Raises:
             SilentCorruption: this rank is wrong.
@@ -238,22 +289,23 @@ class WitnessedStep:
         """
         if self._error is not None and not {*self._among} <= {*engine.world.workers}:
             raise self._error  # another rank has ended by it already
-        if engine.world.size == 1:
+        if len(ranks) == 1:
             return
         engine.activity.enter("commit")
-        found = self._gather(engine)
+        found = self._gather(engine, ranks)
         engine.fault("compared", engine.step)
         doubtful = in_doubt(found)
         if not doubtful:
-            self._trust(engine, found)
+            self._trust(engine, ranks, found)
             return
         logger.warning("gradients_differ step=%d micro_batches=%s", self._number, doubtful)
-        for micro_batch in doubtful * AGAIN:
-            engine.check()
-            self._run_again(engine, micro_batch)
-        engine.activity.enter("commit")
-        found = self._gather(engine)
-        self._decide(engine, {number: {r: each[number] for r, each in enumerate(found)} for number in doubtful})
+        with lockstep():
+            for micro_batch in doubtful * AGAIN if any(engine.world.rank in each for each in ranks) else ():
+                engine.check()
+                self._run_again(engine, micro_batch)
+            engine.activity.enter("commit")
+            found = self._gather(engine, ranks)
+        self._decide(engine, ranks, {number: {r: each[number] for r, each in enumerate(found)} for number in doubtful})
 
     def _run_again(self, engine: Engine, micro_batch: int) -> None:
         with self._gradients.apart(adds=False):
@@ -265,23 +317,25 @@ class WitnessedStep:
         parts = parts_of(self._gradients.present())
         self._runs.setdefault(micro_batch, []).append(int(StateDigest(parts=parts).row[0]))
 
-    def _gather(self, engine: Engine) -> list[dict[int, list[int]]]:
+    def _gather(self, engine: Engine, ranks: Sequence[Sequence[int]]) -> list[dict[int, list[tuple[int, ...]]]]:
         own = msgspec.msgpack.encode(self._runs)
         parts = gather_bytes(engine.communicator, own, engine.tag("witness"))
-        return [msgspec.msgpack.decode(part, type=dict[int, list[int]]) for part in parts]
+        found = [msgspec.msgpack.decode(part, type=dict[int, list[int]]) for part in parts]
+        return [together([found[rank] for rank in each]) for each in ranks]
 
-    def _trust(self, engine: Engine, found: Sequence[Mapping[int, Sequence[int]]]) -> None:
-        """Remember the ranks that have been compared."""
+    def _trust(self, engine: Engine, ranks: Sequence[Sequence[int]], found: Sequence[OwnRuns]) -> None:
+        """Remember the workers that have been compared."""
         known = Counter(micro_batch for each in found for micro_batch in each)
-        for worker, each in zip(engine.world.workers, found, strict=True):
+        for holders, each in zip(ranks, found, strict=True):
             if any(known[micro_batch] > 1 for micro_batch in each):
-                self._witness.right[worker] = self._number
+                self._witness.right.update({engine.world.workers[rank]: self._number for rank in holders})
 
-    def _decide(self, engine: Engine, found: Mapping[int, Runs]) -> None:
+    def _decide(self, engine: Engine, ranks: Sequence[Sequence[int]], found: Mapping[int, Runs]) -> None:
         world, control = engine.world, engine.control
         verdicts = {number: judge(runs) for number, runs in found.items()}
-        wrong = sorted({rank for each in verdicts.values() for rank in each.wrong})
-        if len(wrong) in {0, world.size}:  # all: rather the data differ from run to run than every processor is broken
+        places = sorted({place for each in verdicts.values() for place in each.wrong})
+        wrong = sorted(rank for place in places for rank in ranks[place])
+        if len(places) in {0, len(ranks)}:  # all: rather the data differ from run to run than every processor is broken
             error = self._undecided(engine, found, repeats=any(each.steady for each in verdicts.values()))
             self._error, self._among = error, world.workers
             # Only once all know it may one end: the others would continue without it, perhaps with a wrong result.
@@ -290,15 +344,26 @@ class WitnessedStep:
         logger.warning(
             "corruption_found step=%d ranks=%s nodes=%s", self._number, wrong, [world.nodes[r] for r in wrong]
         )
-        if world.rank in wrong:
-            first = next(number for number, each in verdicts.items() if world.rank in each.wrong)
-            raise self._corruption(engine, first, len(wrong))
+        for place in places:
+            if world.rank in ranks[place]:
+                first = next(number for number, each in verdicts.items() if place in each.wrong)
+                raise self._corruption(engine, first, ranks[place], (len(places), len(ranks)))
         assert control is not None
         with control.condition:
             control.condition.wait_for(lambda: control.failed_since(world.epoch))
         raise EpochChanged(f"ranks {wrong} have computed wrong gradients")
 
-    def _corruption(self, engine: Engine, micro_batch: int, wrong: int) -> SilentCorruption:
+    def _corruption(
+        self, engine: Engine, micro_batch: int, holders: Sequence[int], wrong: tuple[int, int]
+    ) -> SilentCorruption:
+        """Return the error of a worker.
+
+        Args:
+            engine: of the worker.
+            micro_batch: that it has computed.
+            holders: the ranks that have done so together, as it is not known which of them is wrong.
+            wrong: number of ranks or replicas that are wrong, and of all.
+        """
         world, number = engine.world, self._number
         worker, node, host, device = world.workers[world.rank], world.nodes[world.rank], socket.gethostname(), "cpu"
         placed = self._gradients.parameters[0].device
@@ -307,11 +372,14 @@ class WitnessedStep:
         last = next((step for step in [self._witness.right.get(worker, number)] if step < number), None)
         since = number if last is None else number - last
         trusted = "never compared before" if last is None else f"last found right {since} steps before"
+        who, whole = f"rank {world.rank} on node {node} (host {host}, device {device}), {trusted},", len(holders) == 1
+        found = "" if whole else f"with the ranks {[*holders]} of its replica "
+        found += f"a wrong gradient in step {number}, of {'micro-batch' if whole else 'row'} {micro_batch}"
+        others = f"{wrong[1] - wrong[0]} of {wrong[1]} {'ranks' if whole else 'replicas'} have other bits"
         return SilentCorruption(
             # Tables of incidents cut long causes, so the suspect comes first.
-            f"rank {world.rank} on node {node} (host {host}, device {device}), {trusted}, has computed a wrong "
-            f"gradient in step {number}, of micro-batch {micro_batch}: {world.size - wrong} of {world.size} ranks have "
-            f"other bits. The step does without it, and its node gets no workers until: unicron undrain {node}",
+            f"{who} has computed {found}: {others}. The step does without it, and its node gets no workers until: "
+            f"unicron undrain {node}",
             suspect={
                 "rank": world.rank,
                 "node": node,
