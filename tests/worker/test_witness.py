@@ -22,7 +22,16 @@ from unicron_lightning.worker.engine import Engine, EpochChanged
 from unicron_lightning.worker.exact_sums import ExactGradients
 from unicron_lightning.worker.step import GradientStep
 from unicron_lightning.worker.sums import SumsLayout
-from unicron_lightning.worker.witness import AGAIN, GradientsDiffer, Judgement, Witness, WitnessedStep, in_doubt, judge
+from unicron_lightning.worker.witness import (
+    AGAIN,
+    GradientsDiffer,
+    Judgement,
+    Witness,
+    WitnessedStep,
+    in_doubt,
+    judge,
+    together,
+)
 
 MICRO_BATCHES = 5
 STEPS = 8
@@ -76,6 +85,34 @@ def test_a_right_rank_is_never_blamed(ranks: int, broken: set[int], seed: int, r
         assert set(verdict.wrong) == {r for r in found if {*found[r]} != {RIGHT}}
     elif right:
         assert verdict.steady
+
+
+def test_a_replica_has_the_runs_of_all_its_workers() -> None:
+    assert together([{1: [5], 2: [6]}, {1: [7], 2: [8]}]) == {1: [(5, 7)], 2: [(6, 8)]}
+    assert together([{1: [5, 6]}, {1: [7]}]) == {1: [(6, 7)]}, "the first of them was interrupted by a failure"
+    assert together([{1: [5]}, {}]) == {}, "one was a spare"
+    assert judge({0: [(1, 2)], 1: [(1, 3)], 2: [(1, 2)]}) == steady(1)
+
+
+@pytest.mark.parametrize(
+    ("holders", "rank", "repeated"),
+    [
+        (["ab", "cd", "ef"], 0, 12),  # as planned
+        (["ab", "ef"], 0, 12),  # of the following present replica
+        (["ab", "ef"], 1, 10),
+        (["ab", "cx"], 0, None),  # a worker that was a spare has no plan
+        (["ab", "cx"], 1, None),
+    ],
+)
+def test_what_a_replica_repeats_after_a_failure(holders: list[str], rank: int, repeated: int | None) -> None:
+    planned = ["ab", "cd", "ef"]
+    step = WitnessedStep(Witness(1, compare=True), 1, gradients(net()), lambda row: None)
+    own = planned.index(holders[rank].replace("x", "d"))
+    step.plan(own, 3, lambda place: [10 + place])
+    step.enter(planned, own)
+    if holders != planned:
+        step.enter(holders, rank)
+    assert step._other == repeated
 
 
 def test_micro_batches_in_doubt() -> None:
