@@ -12,6 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from unicron_lightning import environ
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.lightning_root import is_other, refuse
+from unicron_lightning.worker import codec
 
 
 def check_trainer(trainer: pl.Trainer, *, scheduled: bool) -> None:
@@ -96,3 +97,17 @@ def check_optimizers(optimizers: Sequence[Optimizer], *, several: bool = False) 
                 "LBFGS evaluates the loss several times per step; the unicron strategy supports one forward and "
                 "backward per step: use a first-order optimizer"
             )
+
+
+def check_states(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers whose state cannot be sent to joiners; call it after an update, before which there is none.
+
+    Raises:
+        ConfigError: naming the optimizer, and the value.
+    """
+    for optimizer in optimizers:
+        try:
+            codec.check(optimizer.state_dict())
+        except codec.NotPlainData as error:
+            name = type(optimizer).__qualname__
+            raise ConfigError(f"the state of the optimizer {name} cannot be sent to joiners: {error}") from error

@@ -34,7 +34,7 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.checks import check_module, check_trainer
+from unicron_lightning.strategies.checks import check_module, check_states, check_trainer
 from unicron_lightning.strategies.collectives import default_group
 from unicron_lightning.strategies.collectives.operations import Collectives
 from unicron_lightning.strategies.console import Announcements, say, take_over_bar
@@ -62,6 +62,7 @@ from unicron_lightning.strategies.stopping import Stopping, surround
 from unicron_lightning.worker.comparison import Comparison
 from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.engine import Engine, World
+from unicron_lightning.worker.model_state import keep_types
 from unicron_lightning.worker.reporting import StepReports
 from unicron_lightning.worker.reproducible import announced, restore_kernels, use_deterministic_kernels
 from unicron_lightning.worker.session import Session
@@ -220,6 +221,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         self._last_batch: GlobalBatch | None = None
         self._beside: bytes | None = None
         """What Lightning's part of a checkpoint that was read leaves out."""
+        self._states_are_plain = False
+        """Whether the optimizers' states have been checked, after the first step."""
         self._restores: Literal["before", "after", "never"] = "before"
         """When Lightning restores the script's ``ckpt_path``, relative to `setup`."""
         self._broken_off = False
@@ -518,6 +521,10 @@ class FaultTolerantStrategy(CollectingStrategy):
             output = closure()
         else:
             output = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if not self._states_are_plain:
+            self._states_are_plain = True
+            if self.parallelism.whole:
+                check_states(self.optimizers)
         self._timed.stepped()
         self.engine.activity.enter("hooks")
         return output
@@ -603,7 +610,13 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        load = partial(super().load_optimizer_state_dict, checkpoint)
+        default = super().load_optimizer_state_dict
+
+        def load() -> None:
+            default(checkpoint)
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+                keep_types(optimizer, state)
+
         self.parallelism.checkpoints.load_optimizers(checkpoint, load)
 
     # ---- the end

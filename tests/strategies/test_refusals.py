@@ -75,6 +75,20 @@ class Newton(Small):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Objects(torch.optim.SGD):
+    """Keeps state of a class of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.state[self.param_groups[0]["params"][0]]["conditioner"] = object()
+        return loss
+
+
+class Conditioned(Small):
+    def configure_optimizers(self) -> Any:
+        return Objects(self.parameters(), lr=0.1)
+
+
 class Wordy(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return "a loss"
@@ -134,6 +148,11 @@ def test_a_missing_loss_is_also_an_error_of_lightnings() -> None:
     [
         (TwoOptimizers, RuntimeError, "multiple optimizers is only supported with manual optimization"),  # Lightning's
         (Newton, ConfigError, "LBFGS evaluates the loss several times"),
+        (
+            Conditioned,
+            ConfigError,
+            r"state of the optimizer Objects cannot be sent to joiners.*conditioner.*is a builtin",
+        ),
         (Wordy, NoLoss, "training_step returned 'a loss'; expected a loss tensor"),
         (Talking, CollectiveInStep, r"barrier\(\) was called inside training_step"),
         (

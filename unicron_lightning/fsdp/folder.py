@@ -23,6 +23,7 @@ from unicron_lightning.checkpoints.index import StoredFolder
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint, HeldTensor
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.mesh import local_shard, with_local_shard
+from unicron_lightning.worker.model_state import keep_types
 
 OPTIMIZER: Final = files.OPTIMIZER + "0"
 
@@ -69,6 +70,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, whole: boo
         return with_local_shard(parameter, shard_of(value, parameter) if whole else local_shard(value))
 
     optimizer.load_state_dict(with_values(state, own))
+    keep_types(optimizer, state)
 
 
 def with_values(state: Mapping[str, Any], change: Callable[[int, str, Any], Any]) -> dict[str, Any]:

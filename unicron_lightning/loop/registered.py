@@ -19,7 +19,7 @@ from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import digest, part_of
 from unicron_lightning.worker.buckets import TrainedParameters
 from unicron_lightning.worker.comparison import comparable, describe_optimizer, plain_text, shared_state
-from unicron_lightning.worker.model_state import layer_settings, set_layers
+from unicron_lightning.worker.model_state import keep_types, layer_settings, set_layers
 from unicron_lightning.worker.module_buffers import restore_unsaved, unsaved
 
 RESERVED: Final = "unicron_loop"
@@ -147,6 +147,7 @@ class RegisteredObjects:
 
     def _load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         optimizer.load_state_dict(dict(state))
+        keep_types(optimizer, state)
 
     # ---- comparison
 

@@ -1,4 +1,4 @@
-"""Initial state of a model that each worker holds, and settings of its layers that no state dict has."""
+"""State that torch's state dicts have not, or do not keep: the initial one, types of scalars, settings of layers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
@@ -21,6 +22,26 @@ def share_initial(tensors: Sequence[Tensor], engine: Engine) -> None:
         values = codec.decode(unpack_parts(engine.run(operation))[0])
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
+
+
+def keep_types(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Give scalars of an optimizer's state, which has been loaded, the types that they have in it.
+
+    Torch converts all but the number of steps to the type of the parameter, which may round them: of ASGD, NAdam and
+    Rprop to bfloat16. The worker would differ from those whose state it has.
+
+    Args:
+        optimizer: has loaded ``state``.
+        state: its `state_dict` elsewhere.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, values in state["state"].items():
+        own = optimizer.state.get(parameters[int(number)], {})
+        for name, value in values.items():
+            loaded = own.get(name)
+            is_scalar = isinstance(value, Tensor) and value.dim() == 0
+            if is_scalar and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                own[name] = value.detach().clone().to(loaded.device)
 
 
 _PLAIN: Final = (bool, int, float, type(None))
