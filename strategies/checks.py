@@ -78,12 +78,13 @@ def check_module(module: pl.LightningModule, *, manual: bool = False) -> None:
         )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], *, several: bool = False) -> None:
-    """Refuse optimizers that run the step more than once, and several optimizers.
+def check_optimizers(optimizers: Sequence[Optimizer], *, several: bool = False, repeats: bool = False) -> None:
+    """Refuse optimizers that run the step more than once, and several optimizers, where they are not supported.
 
     Args:
         optimizers: of the module.
         several: whether there may be more than one.
+        repeats: whether they may call their closure several times.
 
     Raises:
         ConfigError: naming them.
@@ -92,10 +93,10 @@ def check_optimizers(optimizers: Sequence[Optimizer], *, several: bool = False) 
         names = [type(optimizer).__qualname__ for optimizer in optimizers]
         raise ConfigError(f"configure_optimizers() returned {len(optimizers)} optimizers {names}; expected one")
     for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS):
+        if isinstance(optimizer, LBFGS) and not repeats:
             raise ConfigError(
-                "LBFGS evaluates the loss several times per step; the unicron strategy supports one forward and "
-                "backward per step: use a first-order optimizer"
+                "LBFGS evaluates the loss several times per step; expected a first-order optimizer, or "
+                'Trainer(strategy="unicron") with automatic optimization'
             )
 
 

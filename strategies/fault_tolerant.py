@@ -184,6 +184,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         loaders: the run's data loaders.
         schedule: follows the epochs, if the global batch changes.
         seed: the task's.
+        evaluations: how often the present step has been run before, as LBFGS calls its closure several times.
     """
 
     strategy_name: str
@@ -221,6 +222,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         self._last_batch: GlobalBatch | None = None
         self._beside: bytes | None = None
         """What Lightning's part of a checkpoint that was read leaves out."""
+        self.evaluations = 0
         self._states_are_plain = False
         """Whether the optimizers' states have been checked, after the first step."""
         self._restores: Literal["before", "after", "never"] = "before"
@@ -470,7 +472,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         with self.collectives.refused("training_step"), preserved():
             step = self.parallelism.steps.run(batch, *where)
         self.loaders.committed(self.trainer, batch)
-        self._reports.finished(self.engine, step.operation, step.loss, batch.num_samples())
+        if not self.evaluations:
+            self._reports.finished(self.engine, step.operation, step.loss, batch.num_samples())
         self.stopping.committed()
         if self.parallelism.manual is not None:
             self._timed.stepped()
@@ -492,10 +495,11 @@ class FaultTolerantStrategy(CollectingStrategy):
                 f"the training data is a {type(batch).__qualname__} of several loaders; the unicron strategy takes one "
                 "DataLoader: combine the data sets into one"
             )
-        if batch is self._last_batch:
+        self.evaluations = self.evaluations + 1 if batch is self._last_batch else 0
+        if self.evaluations and not self.parallelism.repeats:
             raise ConfigError(
-                f"the optimizer {type(self.optimizers[0]).__qualname__} calls its closure more than once per step; the "
-                "unicron strategy supports one forward and backward per step"
+                f"the optimizer {type(self.optimizers[0]).__qualname__} calls its closure more than once per step; "
+                "models that are spread over workers support one forward and backward per step"
             )
         self._last_batch = batch
 

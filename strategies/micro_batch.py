@@ -42,6 +42,7 @@ class MicroBatches:
         effects: receive the other changes.
         takes_index: whether the module's ``training_step`` takes the batch index.
         skips: whether it may return None.
+        again: whether the step has been run before, by an optimizer that evaluates the loss several times.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class MicroBatches:
         *,
         takes_index: bool,
         skips: bool = False,
+        again: bool = False,
     ) -> None:
         self._strategy = strategy
         self._module = strategy.module
@@ -61,6 +63,7 @@ class MicroBatches:
         self._effects = effects
         self._takes_index = takes_index
         self._skips = skips
+        self._again = again
         self._last_output: Any = None
         self._scaler = getattr(strategy.precision_plugin, "scaler", None)
         if self._scaler is not None:
@@ -76,7 +79,7 @@ class MicroBatches:
         if counts:
             self._take(loss, calls, micro_batch)
         self._effects.finish_micro_batch(micro_batch if counts else UNCOUNTED)
-        if counts:
+        if counts and not self._again:  # it reads ahead in streams, whose ends are part of the first commit
             self._batch.finished(micro_batch)
         self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
 
@@ -121,7 +124,8 @@ class MicroBatches:
         if counts:
             self._take(None, (), micro_batch)
         self._effects.finish_micro_batch(micro_batch)
-        self._batch.finished(micro_batch)
+        if not self._again:
+            self._batch.finished(micro_batch)
         self._last_output = None
 
     def output(self, loss: float | None) -> Any:

@@ -153,6 +153,7 @@ class Parallelism(ABC):
         one_size: whether all micro-batches must have the same number of samples.
         scheduled: whether the number of a step's micro-batches may depend on the data epoch.
         optimizes_manually: whether modules may have ``automatic_optimization=False``.
+        repeats: whether an optimizer may call its closure, which is the step, several times.
         manual: runs the steps of such a module while it trains.
         steps, evaluation, checkpoints: its parts.
         division: of states in the agents' memory.
@@ -165,6 +166,7 @@ class Parallelism(ABC):
     one_size = False
     scheduled = True
     optimizes_manually = False
+    repeats = False
     manual: ManualSteps | None = None
     steps: StepRunner
     evaluation: Passes | GlobalPasses

@@ -31,6 +31,7 @@ from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints
 from unicron_lightning.strategies.state.comparison import further_state
 from unicron_lightning.strategies.state.memory import WholeDivision
+from unicron_lightning.worker.agreement import NO_DIGEST
 from unicron_lightning.worker.buckets import GradientBuckets, TrainedParameters
 from unicron_lightning.worker.comparison import Divergence, OnDivergence
 from unicron_lightning.worker.effects import Effects
@@ -62,6 +63,7 @@ class DataParallel(Parallelism):
     shuffles = True
     shards = 1
     optimizes_manually = True
+    repeats = True
     steps: WholeModelSteps
 
     def __init__(self, strategy: FaultTolerantStrategy, steps: WholeModelSteps, *, rebalance: bool) -> None:
@@ -81,7 +83,8 @@ class DataParallel(Parallelism):
 
     def built(self) -> None:
         strategy = self._strategy
-        check_optimizers(strategy.optimizers, several=not strategy.module.automatic_optimization)
+        automatic = strategy.module.automatic_optimization
+        check_optimizers(strategy.optimizers, several=not automatic, repeats=automatic)
         self.steps.begin_fit(balance_of(strategy.engine, self._whole_step) if self._rebalance else None)
 
     def _whole_step(self) -> int:
@@ -197,11 +200,14 @@ class WholeModelSteps(StepRunner):
         effects.begin(batch.micro_batches[0], strategy.agreed, anew=batch.step == 0)
         parts = (effects.norms, effects.buffers, gradients, effects.metrics)
         sums = step_sums(strategy.agreed, *parts, batch.micro_batches)
-        micro_batches = MicroBatches(strategy, batch, sums.add, effects, takes_index=bool(where), skips=True)
-        digest = self.divergence.digest(engine, module, strategy.optimizers, partial(further_state, strategy.trainer))
-        witness = strategy.witness.of_step(engine.step, gradients, micro_batches.repeat)
-        options = (self.balance, digest, batch.in_full_step, witness)
-        operation = GradientStep(batch.micro_batches, gradients, sums, micro_batches.run, *options)
+        again = strategy.evaluations > 0
+        options: dict[str, Any] = {"takes_index": bool(where), "skips": True, "again": again}
+        micro_batches = MicroBatches(strategy, batch, sums.add, effects, **options)
+        further = partial(further_state, strategy.trainer)
+        digest = NO_DIGEST if again else self.divergence.digest(engine, module, strategy.optimizers, further)
+        witness = strategy.witness.of_step(engine.step - again, gradients, micro_batches.repeat)
+        rest = (self.balance, digest, batch.in_full_step, witness)
+        operation = GradientStep(batch.micro_batches, gradients, sums, micro_batches.run, *rest)
         self._commit(engine, operation)
         loss, calls, self._used = sums.finish()
         effects.norms.commit(len(batch.micro_batches))

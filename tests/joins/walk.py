@@ -110,6 +110,7 @@ EXPECTED = {
     ".datamodule._hparams": "made when it is read",
     "._swa_scheduler.optimizer": "on a member that of the fit before, which nothing reads",
     "._accumulate_grad_batches": "set before it is read",
+    "._numel_cache": "the number of parameters, which LBFGS counts in its first step",
     "._need_device_dtype_check_for_fused": "torch's note that a first step is to check devices",
     "].defaults[differentiable]": "torch adds it when a state is loaded",
     "].momenta": "of the fit before; set before they are read",

@@ -80,6 +80,33 @@ def test_the_gradient_is_that_of_the_mean_loss(made: Setup) -> None:
         assert float(norm) == pytest.approx(float(torch.cat([each.flatten() for each in expected]).norm()), rel=1e-9)
 
 
+def test_lbfgs_evaluates_a_step_several_times(made: Setup) -> None:
+    """Its closure runs the step's micro-batches again."""
+    other = nn.Linear(2, 1).double()
+    other.load_state_dict(made.model.state_dict())
+    options = {"lr": 0.5, "max_iter": 5, "history_size": 3}
+    newton, expected = (
+        torch.optim.LBFGS(made.model.parameters(), **options),
+        torch.optim.LBFGS(other.parameters(), **options),
+    )
+    made.run.register(newton=newton)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
+    for step in made.run.steps(2):
+        newton.step(lambda step=step: step.run(made.loss))
+        x, y = DATA[order[8 * step.number - 8 : 8 * step.number]]
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            expected.zero_grad()
+            loss = nn.functional.mse_loss(other(x.double()), y.double())
+            loss.backward()
+            return loss
+
+        expected.step(closure)
+        for one, each in zip(made.model.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(one, each, rtol=1e-10, atol=1e-12)
+    assert newton.state[made.model.weight]["func_evals"] > 4
+
+
 def test_each_sample_is_used_once_in_an_epoch_and_the_last_step_is_shorter(made: Setup) -> None:
     seen: dict[int, list[float]] = {0: [], 1: []}
     numbers = []
@@ -260,7 +287,6 @@ MISTAKES: dict[str, tuple[Callable[[Setup], Any], str]] = {
     "register again": (lambda made: made.run.register(model=nn.Linear(1, 1)), "the name 'model' is taken"),
     "register nothing": (lambda made: made.run.register(x=object()), r"register\(x=object\): expected a module"),
     "register ddp": (lambda made: made.run.register(x=nn.DataParallel(nn.Linear(1, 1))), "without its wrapper"),
-    "register lbfgs": (lambda made: made.run.register(x=torch.optim.LBFGS([nn.Parameter(torch.ones(1))])), "LBFGS"),
     "register late": (wrong(lambda made, step: made.run.register(x=nn.Linear(1, 1))), "after the first step"),
     "save early": (lambda made: made.run.save(), "before the first loop"),
     "nested": (wrong(lambda made, step: made.run.steps(2)), "within the loop of another"),

@@ -39,6 +39,8 @@ OPTIMIZERS: Final[dict[str, Make]] = {
     "sgd-fused": partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True),
     "asgd-foreach": partial(torch.optim.ASGD, lr=0.02, foreach=True),
     "adafactor": partial(torch.optim.Adafactor, lr=0.02),
+    "lbfgs": partial(torch.optim.LBFGS, lr=0.5, max_iter=4, history_size=3),
+    "lbfgs-wolfe": partial(torch.optim.LBFGS, max_iter=3, history_size=3, line_search_fn="strong_wolfe"),
     "shampoo": _of_package("Shampoo", lr=0.05, momentum=0.9, preconditioning_compute_steps=3),
     "soap": _of_package("SOAP", lr=0.02, precondition_frequency=3),
 }
@@ -54,12 +56,15 @@ class Matrices(pl.LightningModule):
 
     Args:
         make: makes the optimizer.
+        dropout: probability.
     """
 
-    def __init__(self, make: Make) -> None:
+    def __init__(self, make: Make, dropout: float = 0.1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Dropout(0.1), nn.Linear(6, 3, bias=False))
+        self.net = nn.Sequential(
+            nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 3, bias=False)
+        )
         self._make = make
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

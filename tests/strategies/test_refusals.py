@@ -70,11 +70,6 @@ class TwoOptimizers(Small):
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.Adam(self.parameters())]
 
 
-class Newton(Small):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
 class Objects(torch.optim.SGD):
     """Keeps state of a class of its own."""
 
@@ -147,7 +142,6 @@ def test_a_missing_loss_is_also_an_error_of_lightnings() -> None:
     ("module", "error", "message"),
     [
         (TwoOptimizers, RuntimeError, "multiple optimizers is only supported with manual optimization"),  # Lightning's
-        (Newton, ConfigError, "LBFGS evaluates the loss several times"),
         (
             Conditioned,
             ConfigError,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn import Parameter
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unicron_lightning import __version__
@@ -58,10 +58,6 @@ class RegisteredObjects:
             _check_module(name, value)
             self.module.add_module(name, value)
         elif isinstance(value, Optimizer):
-            if isinstance(value, LBFGS):
-                raise ConfigError(
-                    f"register({name}=LBFGS) calls its closure several times per step; expected a first-order optimizer"
-                )
             self.optimizers[name] = value
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             self.others[name] = value
