@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,12 +35,19 @@ from unicron_lightning.fsdp.mesh import (
 )
 from unicron_lightning.fsdp.model import FsdpShard, accelerator_for
 from unicron_lightning.fsdp.rows import number_of_rows
+from unicron_lightning.fsdp.whole_updates import needs_whole
 from unicron_lightning.replica.layout import Shape
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.strategies.checks import check_optimizers
 from unicron_lightning.strategies.fsdp.checkpoints import ShardedCheckpoints
 from unicron_lightning.strategies.fsdp.prediction import ShardedPredictions
-from unicron_lightning.strategies.fsdp.steps import ShardedSteps, clip_by_agreed_norm, keep_spares, sharded_evaluation
+from unicron_lightning.strategies.fsdp.steps import (
+    ShardedSteps,
+    clip_by_agreed_norm,
+    clipped,
+    keep_spares,
+    sharded_evaluation,
+)
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.passes.evaluation import GlobalPasses
 from unicron_lightning.strategies.state.memory import SpreadDivision
@@ -296,9 +304,13 @@ class FsdpParallel(Parallelism):
         check_optimizers(strategy.optimizers)
         optimizer = strategy.optimizers[0]
         assert isinstance(optimizer, Optimizer)
-        check_sharded_optimizer(optimizer)
-        optimizer.register_step_post_hook(self._stepped)
-        self.member.model.begin_fit(optimizer)
+        whole = needs_whole(optimizer)
+        self.member.model.begin_fit(optimizer, whole=whole)
+        if whole:
+            self._stage_updates(trainer, optimizer)
+        else:
+            check_sharded_optimizer(optimizer)
+            optimizer.register_step_post_hook(self._stepped)
 
     def _build(self) -> None:
         """Make this worker's shard of the model."""
@@ -308,7 +320,7 @@ class FsdpParallel(Parallelism):
         assert self._group is not None and mesh is not None
         precision = shard_module(strategy.module, mesh.shards, self._sharding, strategy.precision_plugin)
         strategy.precision_plugin = precision
-        clip_by_agreed_norm(precision, lambda: member.model.grad_norm)
+        clip_by_agreed_norm(precision, lambda: member.model.grad_norm, lambda: member.model.stages)
         keep_spares(precision, lambda: self.holder.is_spare)
         check_sharded_module(strategy.module)
         sum_gradients(strategy.module)
@@ -318,6 +330,32 @@ class FsdpParallel(Parallelism):
         exact = strategy.reproducible
         model = FsdpShard(strategy.module, self._group, device=device, accelerator=accelerator, exact=exact)
         self.holder.hold(model, strategy.shape.micro_batches)
+
+    def _stage_updates(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
+        """Update whole matrices before the commit; the optimizer's own step then takes the new values.
+
+        Raises:
+            ConfigError: the module clips gradients itself, which comes after the commit.
+        """
+        model = self.member.model
+        if is_overridden("configure_gradient_clipping", self.strategy.module):
+            raise ConfigError(
+                f"{type(self.strategy.module).__qualname__}.configure_gradient_clipping with "
+                f"{type(optimizer).__name__}, which updates before gradients are handed out; expected "
+                "Trainer(gradient_clip_val=...)"
+            )
+        assert model.whole is not None
+        model.whole.prepared = partial(clipped, trainer, lambda: model.grad_norm)
+
+        def step(closure: Callable[[], Any]) -> Any:
+            output = closure()
+            self.steps.check_unchanged()
+            self.member.update()
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            return output
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # of a schedule, which has seen its own
+        optimizer.step = step  # type: ignore[method-assign, assignment]
 
     def _stepped(self, *_: Any) -> None:
         if self.member.fabric.phase == "ready":

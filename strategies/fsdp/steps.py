@@ -6,15 +6,18 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import Optimizer
 
 from unicron_lightning.data.loader import BatchRows, GlobalBatch
 from unicron_lightning.data.seeding import place_seed, seed_all
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.gradients import clip_shards
-from unicron_lightning.fsdp.mesh import check_norms
+from unicron_lightning.fsdp.mesh import check_norms, local_shard
 from unicron_lightning.fsdp.rows import StepRows
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
 from unicron_lightning.strategies.metrics.sums import StepMetrics
@@ -46,6 +49,8 @@ class ShardedSteps(StepRunner):
         self._parallel = parallel
         self.balance: Balance | None = None
         self._gradients: list[Tensor | None] = []
+        self._handed: list[tuple[Tensor, Tensor, int]] = []
+        """Parameters with the gradients that hooks get, and the versions of these."""
         self._effects: Effects | None = None
 
     def begin_fit(self, balance: Balance | None) -> None:
@@ -82,8 +87,23 @@ class ShardedSteps(StepRunner):
         spare = self._parallel.holder.is_spare
         for parameter, grad in zip(self._parallel.member.model.gradients.parameters, self._gradients, strict=True):
             parameter.grad = torch.zeros_like(parameter) if spare and parameter.requires_grad else grad
+        held = [] if spare else [p for p in self._parallel.member.model.gradients.parameters if p.grad is not None]
+        self._handed = [(p, p.grad, local_shard(p.grad)._version) for p in held if p.grad is not None]
         self._gradients = []
         return plugin.post_backward(loss, module)
+
+    def check_unchanged(self) -> None:
+        """Refuse hooks that have changed gradients, since the update was computed before the commit.
+
+        Raises:
+            ConfigError: a gradient is another one.
+        """
+        handed, self._handed = self._handed, []
+        if any(p.grad is not each or local_shard(each)._version != version for p, each, version in handed):
+            raise ConfigError(
+                "a hook has changed gradients, from which the optimizer has computed its update before the commit of "
+                "the step; expected Trainer(gradient_clip_val=...), or a change of the loss"
+            )
 
 
 def keep_spares(plugin: Precision, is_spare: Callable[[], bool]) -> None:
@@ -106,22 +126,42 @@ def keep_spares(plugin: Precision, is_spare: Callable[[], bool]) -> None:
     plugin._after_closure = closed  # type: ignore[method-assign]
 
 
-def clip_by_agreed_norm(plugin: Precision, norm: Callable[[], float]) -> None:
+def clipped(trainer: pl.Trainer, norm: Callable[[], float], gradient: Tensor) -> Tensor:
+    """Return a part of a gradient, clipped as the trainer says.
+
+    Args:
+        trainer: of the run.
+        norm: returns the norm of the present gradients over the whole model.
+        gradient: this worker's part.
+    """
+    most = trainer.gradient_clip_val
+    if not most:
+        return gradient
+    if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+        return gradient.clamp(-most, most)
+    return gradient * min(1.0, most / (norm() + 1e-6))
+
+
+def clip_by_agreed_norm(plugin: Precision, norm: Callable[[], float], staged: Callable[[], bool]) -> None:
     """Make a precision plugin clip by a norm that the shards have agreed on before the commit, since no communication
     may follow it.
 
     Args:
         plugin: Lightning's.
         norm: returns the norm of the present gradients over the whole model.
+        staged: whether the update has been computed already, from gradients that were `clipped`.
     """
 
     def clip(optimizer: Optimizer, clip_val: int | float) -> None:
+        if staged():
+            return
         clip_shards(plugin.main_params(optimizer), float(clip_val), norm())
 
     by_value = plugin.clip_grad_by_value
 
     def clip_value(optimizer: Optimizer, clip_val: int | float) -> None:
-        if any(parameter.grad is not None for parameter in plugin.main_params(optimizer)):  # torch refuses a spare's
+        held = any(parameter.grad is not None for parameter in plugin.main_params(optimizer))
+        if held and not staged():  # torch refuses a spare's
             by_value(optimizer, clip_val)
 
     plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]

@@ -87,6 +87,7 @@ class Deaths:
         at: workers that die, by their first rank, each with its point of the step: a number, or a name of the engine's.
         flips: workers with a bit that flips before that step.
         late: workers that die at the end, when they send or take a shard's state.
+        muon: whether matrices are updated by Muon, whose updates need whole ones.
         after: a worker that dies at a point waits there for others that come to one of the engine's points of that
             step: each with its name.
     """
@@ -96,6 +97,7 @@ class Deaths:
     at: Sequence[Sequence[Any]] = ()
     flips: Sequence[int] = ()
     late: Sequence[int] = ()
+    muon: bool = False
     after: Sequence[tuple[int, str]] = ()
 
 
@@ -229,10 +231,10 @@ class Worker:
         for layer in net.layers():
             layer.register_forward_hook(self._passes)
         group.point = self.point
-        self.member.model = FsdpShard(net, group, optimizer_of(net))
+        self.member.model = FsdpShard(net, group)
+        self.member.model.begin_fit(optimizer_of(net, muon=self.task.drawn.muon), whole=self.task.drawn.muon)
         for name in ("state", "load_state"):
             setattr(self.member.model, name, self._late(getattr(self.member.model, name)))
-        self.member.model.fits = 1
         self.fabric.built = True
         return net
 
@@ -293,8 +295,10 @@ def network(*, tied: bool) -> Net:
 _seeding = threading.Lock()
 
 
-def optimizer_of(net: Net) -> torch.optim.Optimizer:
-    """The optimizer: one that does not amplify rounding."""
+def optimizer_of(net: Net, *, muon: bool = False) -> torch.optim.Optimizer:
+    """The optimizer: one that does not amplify rounding, or one of the matrices only."""
+    if muon:
+        return torch.optim.Muon([each for each in net.parameters() if each.dim() == 2], lr=0.1)
     return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
 
 
@@ -304,10 +308,10 @@ def loss_of(net: Net, micro_batch: int) -> Tensor:
     return nn.functional.cross_entropy(net(tokens[0]), tokens[1]) / (ROWS * SHARDS)
 
 
-def reference(*, tied: bool) -> list[Tensor]:
+def reference(*, tied: bool, muon: bool = False) -> list[Tensor]:
     """The parameters at the end of the training in one process."""
     net = network(tied=tied)
-    optimizer = optimizer_of(net)
+    optimizer = optimizer_of(net, muon=muon)
     for _ in range(STEPS):
         optimizer.zero_grad()
         for micro_batch in range(ROWS * SHARDS):
@@ -339,7 +343,7 @@ def check(drawn: Deaths) -> Task:
         results = task.run()
     dead = {name for name, result in results.items() if isinstance(result, Killed)}
     assert dead.issuperset(f"agent{rank}#0" for rank in drawn.late), dead
-    expected = reference(tied=drawn.tied)
+    expected = reference(tied=drawn.tied, muon=drawn.muon)
     for name, result in results.items():
         if isinstance(result, BaseException):
             continue
@@ -353,7 +357,7 @@ def check(drawn: Deaths) -> Task:
     return task
 
 
-def draw(seed: int, points: int = POINTS) -> Deaths:
+def draw(seed: int, points: int = POINTS, *, muon: bool = False) -> Deaths:
     """Draw one or two deaths, of partners or strangers, at any of a step's points."""
     chance = random.Random(seed)
     replicas = chance.choice((2, 2, 3))
@@ -362,6 +366,7 @@ def draw(seed: int, points: int = POINTS) -> Deaths:
         replicas=replicas,
         tied=chance.random() < 0.25,
         at=[[victim, 1 + chance.randrange(points)] for victim in victims],
+        muon=muon,
     )
 
 

@@ -45,6 +45,7 @@ SETTINGS: dict[str, Any] = {
     "clip": 0.5,
     "clips": "norm",  # or "value"
     "eps": 1e-8,  # of AdamW
+    "muon": False,  # whether Muon updates the matrices, and the rest is frozen
     "groups": 1,  # of its parameters: 2: those with one dimension are decayed less
     "samples": 4096,
     "stream": None,  # options of a loader of an iterable data set, see `streamed.stream`; None: the data have an index
@@ -120,6 +121,8 @@ class Model(pl.LightningModule):
         self.settings = settings
         torch.manual_seed(7)
         self.net = Network(32, settings["dropout"], tied=settings["tied"])
+        for each in self.net.parameters() if settings["muon"] else ():
+            each.requires_grad_(each.dim() == 2)
         if settings["compile"]:
             for block in self.net.blocks:
                 block.compile(backend=settings["compile"])
@@ -163,7 +166,9 @@ class Model(pl.LightningModule):
         groups: list[dict[str, Any]] = [{"params": [each for each in parameters if each.dim() > 1]}]
         groups.append({"params": [each for each in parameters if each.dim() <= 1], "weight_decay": 1e-4})
         given = groups if self.settings["groups"] == 2 else [{"params": parameters}]
-        optimizer = torch.optim.AdamW(given, lr=1e-3, eps=self.settings["eps"])
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(given, lr=1e-3, eps=self.settings["eps"])
+        if self.settings["muon"]:
+            optimizer = torch.optim.Muon(groups[0]["params"], lr=1e-3)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.99)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

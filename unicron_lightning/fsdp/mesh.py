@@ -31,7 +31,9 @@ SLICES = "tensor_parallel"
 _numbers = itertools.count()
 """Numbers of the process groups that were made in this process."""
 _GATHERING: Final = ("Muon", "Shampoo", "DistributedShampoo", "SOAP", "LBFGS")
-"""Optimizers that need whole parameters, or several evaluations of the loss."""
+"""Optimizers that need whole parameters, or several evaluations of the loss; of torch's own `Muon` the strategy has a
+way to update whole parameters (`whole_updates`).
+"""
 
 
 class ShardGroup(ProcessGroup):
@@ -84,6 +86,21 @@ class ShardGroup(ProcessGroup):
         words[self.rank()] = word
         self.sum(words)
         return words.tolist()
+
+    def share(self, data: bytes) -> list[bytes]:
+        """Return the bytes of all shards, by shard.
+
+        Raises:
+            RuntimeError: the connections are closed.
+        """
+        sizes = torch.zeros(self.size(), dtype=torch.int64)
+        sizes[self.rank()] = len(data)
+        self.sum(sizes)
+        found = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
+        parts = found.split(sizes.tolist())
+        parts[self.rank()].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.sum(found)
+        return [part.numpy().tobytes() for part in parts]
 
     def collect(self, data: bytes) -> list[bytes]:
         """Send the bytes of all shards to the first one; return them there, by shard, and nothing elsewhere.

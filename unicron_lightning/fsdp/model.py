@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from unicron_lightning.fsdp.folder import load_optimizer, with_values
 from unicron_lightning.fsdp.gradients import ExactShardedGradients, ShardedGradients
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, local_shards, reset_after_exception, reshard
+from unicron_lightning.fsdp.whole_updates import WholeUpdates
 from unicron_lightning.replica.channels import AcceleratedGroup, AcceleratedGroups, Channels, PeerGroup
 from unicron_lightning.worker.communication.nccl import make_group
 from unicron_lightning.worker.delivery import divided_shard
@@ -112,6 +113,7 @@ class FsdpShard:
         loaded: called when the state of another worker has been loaded, as in the middle of a step.
         fits: number of the script's ``fit`` calls so far, each with a new optimizer.
         grad_norm: of the last finalized gradients over the whole model, before clipping.
+        whole: updates whole matrices of the optimizer before the commit; None: it works on each element.
     """
 
     keeper = None
@@ -132,6 +134,7 @@ class FsdpShard:
         self.fits = 0
         self.device = device
         self.grad_norm = 0.0
+        self.whole: WholeUpdates | None = None
         self.loaded: Callable[[], None] = lambda: None
         self.gradients = (ExactShardedGradients if exact else ShardedGradients)(list(root.parameters()), device)
         self.accelerator = accelerator
@@ -180,9 +183,10 @@ class FsdpShard:
 
     # ---- a step
 
-    def begin_fit(self, optimizer: Optimizer) -> None:
-        """Begin a ``fit`` with a new optimizer."""
+    def begin_fit(self, optimizer: Optimizer, *, whole: bool = False) -> None:
+        """Begin a ``fit`` with a new optimizer, which may need whole parameters."""
         self.optimizer, self.fits = optimizer, self.fits + 1
+        self.whole = WholeUpdates(optimizer, self.group) if whole else None
 
     def shard(self) -> dict[str, torch.Tensor]:
         """Return this worker's parts of the parameters, by name."""
@@ -207,10 +211,23 @@ class FsdpShard:
         self.group.sum(squares)
         self.grad_norm = float(squares.sqrt())
 
+    @property
+    def stages(self) -> bool:
+        """Whether the update communicates, and so is staged before the commit."""
+        return self.whole is not None
+
+    def stage(self) -> None:
+        """Compute an update that communicates; parameters and states stay as they are."""
+        assert self.whole is not None
+        self.whole.stage()
+
     def update(self) -> None:
-        """Step the optimizer on this worker's shards, without communication."""
+        """Step the optimizer on this worker's shards, or take what was staged, without communication."""
         assert self.optimizer is not None
-        self.optimizer.step()
+        if self.whole is None:
+            self.optimizer.step()
+        else:
+            self.whole.apply()
 
     # ---- state
 
@@ -249,6 +266,8 @@ class FsdpShard:
 
     def load_plain(self, state: Mapping[str, Any]) -> None:
         """Load the `plain_state` of a worker of this shard in an earlier life."""
+        if self.whole is not None:
+            self.whole.discard()
         with torch.no_grad():
             own = local_shards([*self.root.parameters(), *self.root.buffers()])
             for tensor, value in zip(own, state["tensors"], strict=True):

@@ -85,6 +85,11 @@ class ShardModel:
 
     # ---- a step
 
+    stages = False
+
+    def stage(self) -> None:
+        """Do nothing: Megatron's updates communicate with a keeper only."""
+
     def begin(self) -> None:
         """Reset the gradients."""
         self.gradients.begin()

@@ -93,6 +93,10 @@ class ReplicaModel(Protocol):
     def grad_norm(self) -> float:
         """Norm of the last finalized gradients over the whole model, before clipping."""
 
+    @property
+    def stages(self) -> bool:
+        """Whether the update communicates within the replica, and so is staged before the commit."""
+
     def begin(self) -> None:
         """Reset the gradients."""
 
@@ -102,8 +106,11 @@ class ReplicaModel(Protocol):
     def finalize(self) -> None:
         """Process the reduced gradients within the replica, and compute their norm."""
 
+    def stage(self) -> None:
+        """Compute an update that communicates, again after a failure; parameters and states stay as they are."""
+
     def update(self) -> None:
-        """Step the optimizer; without communication unless there is a keeper."""
+        """Step the optimizer, or take what was staged; without communication unless there is a keeper."""
 
     def unify(self) -> None:
         """Equalise the initial parameters of all replicas."""

@@ -11,7 +11,8 @@ of a validation pass (`ReplicaEvaluation`).
 4. **Finalization** within each replica, such as the norm of the gradients.
 5. **Commit**, as for a model that each worker holds. The update follows and
    needs no other worker. If optimizer shards are spread over replicas, the update and its copies (`keeper`) come before
-   the commit, so that a committed step has nothing left to lose.
+   the commit, so that a committed step has nothing left to lose. An update that communicates within the replica is
+   staged before the commit: after it, the staged values only have to be taken.
 
 After a failure complete replicas keep their sums, the lost micro-batches are redistributed (`plan_calls`), and the step
 continues from 1. If all present replicas have all sums over the replicas, nothing is lost, and it continues from 3.
@@ -240,8 +241,13 @@ class ReplicaStep(Step[SumsT]):
             self._state = FINAL if state == SUMMED else OPEN
 
     def _update_shard(self, engine: Engine) -> None:
-        """If optimizer shards are spread over replicas: do the update, and copy it."""
+        """If optimizer shards are spread over replicas: do the update, and copy it. If it communicates: stage it."""
         keeper, done = self._model.keeper, self._fabric.at
+        if self._model.stages:
+            engine.fault("update", engine.step)
+            run_released(self._model.stage, self._fabric)
+            self._fabric.arrive(self._device)
+            engine.fault("updated", engine.step)
         if keeper is None:
             return
         assert done is not None
