@@ -83,7 +83,9 @@ class ShardedCheckpoints(SingleFileCheckpoints):
         def write(states: Sequence[Any]) -> str:
             checkpoint["state_dict"] = whole_parameters(strategy.module, [state["tensors"] for state in states])
             if "optimizer_states" in checkpoint:
-                checkpoint["optimizer_states"] = [whole_optimizer([state["optimizer"] for state in states])]
+                own, optimizer = [state["optimizer"] for state in states], self._parallel.member.model.optimizer
+                assert optimizer is not None
+                checkpoint["optimizer_states"] = [whole_optimizer(own, optimizer)]
             digest = write_checkpoint(strategy.checkpoint_io, checkpoint, path, options)
             strategy.reported.leave_record(strategy.session, checkpoint, path, digest)
             return digest

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -31,6 +31,7 @@ from unicron_lightning.fsdp.mesh import (
     ReplicaMesh,
     ShardGroup,
     check_sharded_optimizer,
+    is_divided_as_expected,
     sum_gradients,
 )
 from unicron_lightning.fsdp.model import FsdpShard, accelerator_for
@@ -206,19 +207,19 @@ class FsdpParallel(Parallelism):
 
     Args:
         strategy: the strategy that it belongs to.
-        size: workers of a replica; None: the devices of a node.
+        size: lanes of a replica, among which FSDP2 divides tensors; None: those of a node.
+        slices: workers of a lane, among which tensor parallelism divides them.
         sharding: options for a module that does not shard itself.
         folders: whether checkpoints are folders with a file for each shard.
         rebalance: a replica that is slower than the others gets fewer rows of a step.
         divergence: compares the parameters of the replicas.
 
     Attributes:
-        size: workers of a replica.
+        size: lanes of a replica.
     """
 
     whole = False
     shuffles = True
-    shards = 1
     steps: ShardedSteps
     checkpoints: ShardedCheckpoints
 
@@ -226,6 +227,7 @@ class FsdpParallel(Parallelism):
         self,
         strategy: FaultTolerantStrategy,
         size: int | None,
+        slices: int,
         sharding: Sharding,
         *,
         folders: bool,
@@ -234,6 +236,7 @@ class FsdpParallel(Parallelism):
     ) -> None:
         self.strategy = strategy
         self.size = size or 0
+        self.shards = slices
         self.steps = ShardedSteps(self, divergence)
         self.evaluation = GlobalPasses(strategy, check_loader, partial(sharded_evaluation, self))
         self.checkpoints = ShardedCheckpoints(self, folders=folders)
@@ -264,24 +267,27 @@ class FsdpParallel(Parallelism):
 
     def check(self, trainer: pl.Trainer) -> None:
         check_sharded_trainer(trainer, offloads=self._sharding.cpu_offload)
+        check_slices(trainer, self.shards)
         if trainer.state.fn == TrainerFn.FITTING:
             self.checkpoints.check_fit()
-        self.size = self.size or trainer.num_devices
+        self.size = self.size or max(1, trainer.num_devices // self.shards)
         workers = trainer.num_devices * trainer.num_nodes
-        if workers % self.size:
+        if workers % (self.size * self.shards):
+            times = f" x tensor_parallel_size={self.shards}" if self.shards > 1 else ""
             raise ConfigError(
                 f"devices x num_nodes = {trainer.num_devices} x {trainer.num_nodes} is no multiple of "
-                f"shard_size={self.size}"
+                f"shard_size={self.size}{times}"
             )
 
     def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
         if control_of_process() is not None:
             raise ConfigError("this script has a second Trainer; unicron_fsdp supports one, for all runs of a script")
-        declared = Shape(tensor=self.size, replicas=shape.devices // self.size, sharded=True)
+        replicas = shape.devices // self.size
+        declared = Shape(tensor=self.size, replicas=replicas, sharded=True, slices=self.shards)
         self._holder = ShardHolder(declared)
-        session, is_new = Session.of_process(device, shape.devices, on_world, self._holder.fabric)
+        session, is_new = Session.of_process(device, declared.workers, on_world, self._holder.fabric)
         self._holder.begin(session)
-        self.size = self._holder.fabric.shape.shards  # an operator's order replaces the script's
+        self.size = self._holder.fabric.shape.lanes  # an operator's order replaces the script's
         return session, is_new
 
     def begin(self, session: Session) -> None:
@@ -374,6 +380,11 @@ class FsdpParallel(Parallelism):
         self.holder.found(self.strategy.engine)
 
     def predictions(self, trainer: pl.Trainer, engine: Engine) -> ShardedPredictions:
+        if self.shards > 1:
+            raise ConfigError(
+                f"trainer.predict with tensor_parallel_size={self.shards}: expected tensor_parallel_size=1; it loads "
+                "the same checkpoints"
+            )
         return ShardedPredictions(trainer, self)
 
     # ---- worlds
@@ -442,6 +453,31 @@ def check_sharded_trainer(trainer: pl.Trainer, *, offloads: bool) -> None:
         )
 
 
+def check_slices(trainer: pl.Trainer, slices: int) -> None:
+    """Refuse settings with tensor parallelism.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if slices == 1:
+        return
+    if trainer.strategy.root_device.type != "cpu":
+        raise ConfigError(
+            f"tensor_parallel_size={slices}: with FSDP2 tensor parallelism is supported on CPUs only so far; expected "
+            "accelerator='cpu', or tensor_parallel_size=1"
+        )
+    if any(type(each).__name__ == "MemoryCheckpoint" for each in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"tensor_parallel_size={slices} with MemoryCheckpoint: it does not keep states of lanes in the agents' "
+            "memory; expected UnicronCheckpoint"
+        )
+    if trainer.strategy.reproducible:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"tensor_parallel_size={slices} with reproducible=True: sums within a lane are in the library's order; "
+            "expected one of the two"
+        )
+
+
 def check_sharded_module(module: pl.LightningModule) -> None:
     """Refuse models that are not sharded as expected.
 
@@ -454,10 +490,10 @@ def check_sharded_module(module: pl.LightningModule) -> None:
                 f"parameter {name} is not sharded; expected fully_shard on the submodule that holds it, or the "
                 "parameter in a submodule instead of the LightningModule itself"
             )
-        if parameter.device_mesh.ndim != 1 or parameter.placements != (Shard(0),):
+        if not is_divided_as_expected(parameter):
             raise ConfigError(
                 f"parameter {name} has the placements {parameter.placements} on a mesh of {parameter.device_mesh.ndim} "
-                "dimensions; expected one dimension, device_mesh['data_parallel'], sharded along the first axis"
+                "dimensions; expected fully_shard on device_mesh['data_parallel'], which shards along the first axis"
             )
     if isinstance(module, FSDPModule):
         raise ConfigError(

@@ -197,7 +197,8 @@ class _PassRows:
     """
 
     def __init__(self, parallel: FsdpParallel, batch: PassBatch) -> None:
-        self._rows = BatchRows(batch.batch, parallel.size, parallel.shard)
+        part = parallel.holder.part
+        self._rows = BatchRows(batch.batch, part.size, part.shard)
         self.numbers = self._rows.numbers
         self._strategy = parallel.strategy
         self._batch = batch

@@ -22,13 +22,16 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
     """Sharded data parallelism through failures.
 
     Args:
-        shard_size: workers of a replica (S), a divisor of devices x num_nodes; default: the devices of a node.
+        shard_size: lanes of a replica (S), each of T workers that compute a micro-batch together; S x T is a divisor of
+            devices x num_nodes; default: the lanes of a node.
+        tensor_parallel_size: workers of a lane (T), for tensor parallelism in ``configure_model`` on
+            ``self.device_mesh["tensor_parallel"]``; refused with accelerators.
         blocks: names of the classes whose modules are sharded one by one, such as ``("Block",)``, or the least number
             of a block's parameters, if the module's ``configure_model`` does not shard; default: the elements of every
             `torch.nn.ModuleList`.
         activation_checkpointing: names of the classes whose modules compute their activations again in the backward;
             likewise.
-        num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes.
+        num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes / T.
         reshard_after_forward: free the gathered parameters between forward and backward, as in FSDP2; without effect on
             a ``configure_model`` that shards.
         save_distributed_checkpoint: write checkpoints as folders in the format of `torch.distributed.checkpoint`, to
@@ -50,6 +53,7 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         self,
         *,
         shard_size: int | None = None,
+        tensor_parallel_size: int = 1,
         blocks: Sequence[str] | int = (),
         activation_checkpointing: Sequence[str] = (),
         num_micro_batches: int | None = None,
@@ -64,6 +68,8 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         super().__init__(num_micro_batches=num_micro_batches, compare=False, reproducible=reproducible)
         if shard_size is not None and shard_size < 1:
             raise ConfigError(f"shard_size={shard_size!r}: expected 1 or more, or None for the devices of a node")
+        if tensor_parallel_size < 1:
+            raise ConfigError(f"tensor_parallel_size={tensor_parallel_size!r}: expected 1 or more")
         for name, value in (
             ("reshard_after_forward", reshard_after_forward),
             ("save_distributed_checkpoint", save_distributed_checkpoint),
@@ -86,6 +92,7 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         self._sharded = FsdpParallel(
             self,
             shard_size,
+            tensor_parallel_size,
             sharding,
             folders=save_distributed_checkpoint,
             rebalance=rebalance,
@@ -106,7 +113,7 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
 
     @property
     def shard_size(self) -> int:
-        """Workers of a replica."""
+        """Lanes of a replica, among which FSDP2 divides tensors."""
         return self._sharded.size
 
     @property

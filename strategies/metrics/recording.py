@@ -111,6 +111,7 @@ class RecordingResults(_ResultCollection):
             weight = self._weight(options, kwargs.get("batch_size"))
             if isinstance(value, Tensor) and not value.is_floating_point():
                 self._warn_of_type(options, value)
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value  # of a parallel loss
             call = LogCall(options=options, value=torch.as_tensor(value).detach(), weight=weight)
         self._calls.append(call)
 

@@ -4,7 +4,8 @@ A worker passes a *point* wherever the program of a step can be interrupted: at 
 and backward of a layer, before and after each collective of its replica. It dies at its n-th point of the step, in
 whatever epoch that is. The parameters of every worker at the end, also of spares, are those of one process.
 
-``python tests/fsdp/deaths.py FIRST COUNT`` runs as many histories as wanted.
+``python tests/fsdp/deaths.py FIRST COUNT`` runs as many histories as wanted, with a number of lanes behind it those of
+tensor parallelism.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,14 +25,23 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from worker.simulation import SECONDS, Coordinator, Killed, TaskIsOver, run_threads
 
 from unicron_lightning import wire
 from unicron_lightning.fsdp import mesh
-from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, shard_mesh, sum_gradients
+from unicron_lightning.fsdp.mesh import ReplicaMesh, ShardGroup, local_shards, region, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.replica import fabric as fabric_module
 from unicron_lightning.replica.channels import COALESCED_REDUCE_SCATTERS, COLLECTIVES, REDUCE_SCATTERS
@@ -49,6 +60,8 @@ STRUCK = 1
 """The step in which workers die."""
 POINTS = 58
 """Points of a step without deaths."""
+SLICED_POINTS = {(1, True): 42, (1, False): 94, (2, True): 74, (2, False): 126}
+"""The same with lanes of two workers, by the number of lanes and whether the words are tied."""
 TOLERANCE = 1e-12
 CPU = torch.device("cpu")
 
@@ -56,12 +69,14 @@ CPU = torch.device("cpu")
 class Net(nn.Module):
     """An embedding, two blocks, a norm and a head of its own; what is not in a block is in FSDP2's root group."""
 
-    def __init__(self, *, tied: bool) -> None:
+    def __init__(self, *, tied: bool, words: int, inner: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(7, 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 6)) for _ in range(2))
+        self.tokens = nn.Embedding(words, 6)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, inner), nn.GELU(), nn.Linear(inner, 6)) for _ in range(2)
+        )
         self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 7, bias=False)
+        self.head = nn.Linear(6, words, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
 
@@ -84,6 +99,7 @@ class Deaths:
     Attributes:
         replicas: of the complete world.
         tied: whether the head's weight is the embedding's.
+        shards, slices: workers of a replica: S lanes of T workers.
         at: workers that die, by their first rank, each with its point of the step: a number, or a name of the engine's.
         flips: workers with a bit that flips before that step.
         late: workers that die at the end, when they send or take a shard's state.
@@ -94,6 +110,8 @@ class Deaths:
 
     replicas: int
     tied: bool
+    shards: int = 2
+    slices: int = 1
     at: Sequence[Sequence[Any]] = ()
     flips: Sequence[int] = ()
     late: Sequence[int] = ()
@@ -130,7 +148,7 @@ class Task(Coordinator):
     def __init__(self, drawn: Deaths) -> None:
         super().__init__()
         self.drawn = drawn
-        self.shape = Shape(tensor=SHARDS, replicas=drawn.replicas, sharded=True)
+        self.shape = Shape(tensor=drawn.shards, replicas=drawn.replicas, sharded=True, slices=drawn.slices)
         self.stores: dict[int, dist.Store] = {}
         self.points: dict[int, int] = {}
         self.odd: dict[tuple[int, int], list[int]] = {}
@@ -151,7 +169,7 @@ class Task(Coordinator):
 
     def run(self) -> dict[str, Any]:
         """Train; return each worker's result."""
-        workers = [Worker(self, rank) for rank in range(SHARDS * self.drawn.replicas)]
+        workers = [Worker(self, rank) for rank in range(self.shape.workers)]
         self.start()
         return run_threads(self, [(each.name, each.run) for each in workers])
 
@@ -202,9 +220,11 @@ class Worker:
                 if self.engine.step == STRUCK and self.rank in self.task.drawn.flips:
                     next(iter(model.shard().values())).view(torch.int64)[0, 0] ^= 1
                 digest = StateDigest(parts=parts_of(model.shard()))
-                step = ReplicaStep(range(ROWS), model, self.fabric, rows, Numbers, None, digest)
+                speaks = self.fabric.own_shard % self.task.shape.slices == 0
+                sums = partial(Numbers, speaks=speaks)
+                step = ReplicaStep(range(ROWS), model, self.fabric, rows, sums, None, digest)
                 self.engine.run(step)
-                assert step.sums is not None and step.sums.total == SHARDS * ROWS, "each micro-batch counts once"
+                assert step.sums is not None and step.sums.total == self.task.drawn.shards * ROWS, "each counts once"
                 if self.engine.step == STRUCK:
                     self.task.recomputed[self.rank] = step.recomputed
                     self.task.kept[self.rank] = len(model.gradients._kept)
@@ -213,24 +233,30 @@ class Worker:
             self.engine.step = STEPS
             self.member.finish(self.engine)
             self.task.points[self.rank] = self._passed
-            parts = [part.detach().clone() for part in local_shards(net.parameters())]
-            return self.fabric.own_shard, parts
+            places = [region(each) for each in net.parameters() if isinstance(each, DTensor)]
+            return places, [part.detach().clone() for part in local_shards(net.parameters())]
         finally:  # a dead process has no connections
             self.fabric.cut()
             self.engine.close()
             self.fabric.close()
 
     def _build(self) -> Net:
-        net = network(tied=self.task.drawn.tied)
-        group = Pointed(self.fabric.own_shard, SHARDS)
-        shards = shard_mesh(group, CPU)
+        drawn = self.task.drawn
+        net = network(drawn)
+        group = Pointed(self.fabric.own_shard, self.task.shape.shards, drawn.slices)
+        meshes = ReplicaMesh(group, CPU)
+        shards = meshes.shards
+        if drawn.slices > 1:
+            parallelize(net, meshes["tensor_parallel"])
         for block in net.blocks:
             fully_shard(block, mesh=shards)
         fully_shard(net, mesh=shards)
         sum_gradients(net)
         for layer in net.layers():
             layer.register_forward_hook(self._passes)
-        group.point = self.point
+        for each in (group, group.same_slice, group.lane):
+            if each is not None:
+                each.point = self.point
         self.member.model = FsdpShard(net, group)
         self.member.model.begin_fit(optimizer_of(net, muon=self.task.drawn.muon), whole=self.task.drawn.muon)
         for name in ("state", "load_state"):
@@ -250,7 +276,8 @@ class Worker:
         def run(rows: Sequence[int], *, last: bool) -> None:
             for row in rows:
                 self.engine.check()
-                loss_of(net, row * SHARDS + self.fabric.own_shard).backward()
+                drawn, lane = self.task.drawn, self.fabric.shape.lane(self.fabric.own_shard)
+                loss_of(net, row * drawn.shards + lane, drawn.shards).backward()
                 with self.task.condition:
                     self.task.ran += self.engine.step == STRUCK
 
@@ -271,8 +298,8 @@ class Numbers:
 
     buckets = ()
 
-    def __init__(self, rows: Sequence[int]) -> None:
-        self._own, self.total = len(rows), 0.0
+    def __init__(self, rows: Sequence[int], *, speaks: bool) -> None:
+        self._own, self.total = len(rows) if speaks else 0, 0.0
 
     def totals(self) -> list[float]:
         return [float(self._own)]
@@ -285,11 +312,25 @@ class Numbers:
         """Nothing is left to agree on."""
 
 
-def network(*, tied: bool) -> Net:
+def network(drawn: Deaths) -> Net:
     """The network at the start."""
     with _seeding:
         torch.manual_seed(0)
-        return Net(tied=tied).double()
+        words, inner = (7, 5) if drawn.slices == 1 else (8, 4)
+        return Net(tied=drawn.tied, words=words, inner=inner).double()
+
+
+def parallelize(net: Net, lane: DeviceMesh) -> None:
+    """Divide the blocks within a lane; unless parameters are tied, also the words and, around blocks, the sequence."""
+    along = Replicate() if net.head.weight is net.tokens.weight else Shard(0)
+    for block in net.blocks:
+        plan = {"0": ColwiseParallel(input_layouts=along), "2": RowwiseParallel(output_layouts=along)}
+        parallelize_module(block, lane, plan)
+    if net.head.weight is not net.tokens.weight:
+        parallelize_module(net.tokens, lane, RowwiseParallel(input_layouts=Replicate(), output_layouts=along))
+        parallelize_module(net.norm, lane, SequenceParallel(sequence_dim=0))
+        head = ColwiseParallel(input_layouts=along, output_layouts=Shard(-1), use_local_output=False)
+        parallelize_module(net.head, lane, head)
 
 
 _seeding = threading.Lock()
@@ -302,20 +343,21 @@ def optimizer_of(net: Net, *, muon: bool = False) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
 
 
-def loss_of(net: Net, micro_batch: int) -> Tensor:
-    """The loss of a micro-batch, as a part of the mean."""
-    tokens = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(micro_batch))
-    return nn.functional.cross_entropy(net(tokens[0]), tokens[1]) / (ROWS * SHARDS)
+def loss_of(net: Net, micro_batch: int, shards: int) -> Tensor:
+    """The loss of a micro-batch, as a part of the mean over rows of so many."""
+    words, length = (7, 5) if len(net.tokens.weight) == 7 else (8, 6)
+    tokens = torch.randint(0, words, (2, length), generator=torch.Generator().manual_seed(micro_batch))
+    return nn.functional.cross_entropy(net(tokens[0]), tokens[1]) / (ROWS * shards)
 
 
-def reference(*, tied: bool, muon: bool = False) -> list[Tensor]:
+def reference(drawn: Deaths) -> list[Tensor]:
     """The parameters at the end of the training in one process."""
-    net = network(tied=tied)
-    optimizer = optimizer_of(net, muon=muon)
+    net = network(drawn)
+    optimizer = optimizer_of(net, muon=drawn.muon)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        for micro_batch in range(ROWS * SHARDS):
-            loss_of(net, micro_batch).backward()
+        for micro_batch in range(ROWS * drawn.shards):
+            loss_of(net, micro_batch, drawn.shards).backward()
         optimizer.step()
     return [each.detach() for each in net.parameters()]
 
@@ -339,18 +381,16 @@ def check(drawn: Deaths) -> Task:
         AssertionError: a worker has other parameters than one process.
     """
     task = Task(drawn)
-    with stores(task):
+    with stores(task), nullcontext() if drawn.slices == 1 else loss_parallel():  # of the process, not of a thread
         results = task.run()
     dead = {name for name, result in results.items() if isinstance(result, Killed)}
     assert dead.issuperset(f"agent{rank}#0" for rank in drawn.late), dead
-    expected = reference(tied=drawn.tied, muon=drawn.muon)
+    expected = reference(drawn)
     for name, result in results.items():
         if isinstance(result, BaseException):
             continue
-        shard, parts = result
-        for part, whole in zip(parts, expected, strict=True):
-            chunks = whole.chunk(SHARDS)
-            own = chunks[shard] if shard < len(chunks) else whole[:0]
+        for place, part, whole in zip(*result, expected, strict=True):
+            own = whole[place]
             assert part.shape == own.shape
             worst = float((part - own).abs().max()) if own.numel() else 0.0
             assert worst < TOLERANCE, f"{drawn}: {name} differs by {worst:.1e}"
@@ -383,6 +423,24 @@ def histories(
         return sorted(set(check(Deaths(replicas=2, tied=False)).points.values()))
 
 
+def draw_sliced(seed: int, shards: int) -> Deaths:
+    """Draw one or two deaths among two replicas of lanes of two workers, at any of a step's points."""
+    chance = random.Random(seed)
+    tied = chance.random() < 0.3
+    points = SLICED_POINTS[shards, tied]
+    victims = chance.sample(range(4 * shards), chance.choice((1, 2, 2)))
+    at = [[victim, 1 + chance.randrange(points)] for victim in victims]
+    return Deaths(replicas=2, tied=tied, shards=shards, slices=2, at=at)
+
+
+def sliced(rank: int, world: int, folder: Path, seeds: list[int], shards: int) -> list[int]:
+    """[a scenario of a world of one] Check draws, and runs without deaths; return the numbers of points of these."""
+    for seed in seeds:
+        check(draw_sliced(seed, shards))
+    plain = [Deaths(replicas=2, tied=tied, shards=shards, slices=2) for tied in (True, False)]
+    return [points for each in plain for points in sorted(set(check(each).points.values()))]
+
+
 def struck(rank: int, world: int, folder: Path, replicas: int, at: Any, after: Any) -> list[list[int]]:
     """[a scenario of a world of one] The rows that each survivor knows to be computed again, and the buckets it has
     kept, in the order of first ranks.
@@ -403,8 +461,9 @@ def flipped(rank: int, world: int, folder: Path, replicas: int, flips: list[int]
 
 def main() -> None:
     first, count = int(sys.argv[1]), int(sys.argv[2])
+    shards = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     for seed in range(first, first + count):
-        check(draw(seed))
+        check(draw_sliced(seed, shards) if shards else draw(seed))
     print(f"{count} histories: parameters as in one process")
 
 

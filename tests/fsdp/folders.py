@@ -201,7 +201,7 @@ def exchange_states(rank: int, world: int, shards: int, meshes: Mapping[int, Dev
     dist.all_gather_object(states, own)
     if rank == 0:
         tensors = whole_parameters(net, [each["tensors"] for each in states[:shards]])
-        whole = [(tensors, whole_optimizer([each["optimizer"] for each in states[:shards]]))]
+        whole = [(tensors, whole_optimizer([each["optimizer"] for each in states[:shards]], optimizer))]
         expected = Net()
         assert same(whole[0][1]["state"][0], whole_run(expected).state_dict()["state"][0])
         assert same(tensors, expected.state_dict())

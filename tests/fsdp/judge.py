@@ -26,16 +26,16 @@ def alone(folder: Path, settings: dict[str, Any], script: Path = SCRIPT) -> dict
     return result
 
 
-def differences(folder: Path, reference: dict[str, Any], shards: int) -> dict[str, float]:
+def differences(folder: Path, reference: dict[str, Any]) -> dict[str, float]:
     """For each worker the largest difference of a parameter from the reference's."""
     found = {}
     for path in sorted(folder.glob("final-*.pt")):
-        shard = int(path.stem.split("-")[2])
         own = torch.load(path, weights_only=True)
         assert own["step"] == reference["step"]
         worst = 0.0
-        for part, whole in zip(own["parameters"], reference["parameters"], strict=True):
-            expected = whole.chunk(shards)[shard] if shard < len(whole.chunk(shards)) else whole[:0]
+        for part, place, whole in zip(own["parameters"], own["places"], reference["parameters"], strict=True):
+            expected = whole[tuple(slice(*along) for along in place)]
+            assert part.shape == expected.shape
             worst = max(worst, float((part - expected).abs().max()) if part.numel() else 0.0)
         found[path.name] = worst
     return found

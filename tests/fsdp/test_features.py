@@ -51,7 +51,7 @@ def test_all_features_through_deaths_and_orders(tmp_path: Path) -> None:
         assert not cluster.events("task_restarts")
     [step] = {note["step"] for note in notes(tmp_path, "end")}
     reference = alone(tmp_path / "alone", {**SETTINGS, "steps": step}, SCRIPT)
-    found = differences(tmp_path, reference, 2)
+    found = differences(tmp_path, reference)
     assert len(found) == 4 and max(found.values()) < TOLERANCE, found
     assert not between_replicas(tmp_path)
     for path in tmp_path.glob("final-*.pt"):

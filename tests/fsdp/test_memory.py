@@ -52,7 +52,7 @@ def check(cluster: Cluster, settings: dict[str, Any], tier: str = "memory") -> d
     assert 0 <= last - restored["step"] <= EVERY
     [steps] = {note["step"] for note in notes(cluster.folder, "end")}
     reference = alone(cluster.folder / "alone", {**settings, "steps": steps})
-    found = differences(cluster.folder, reference, 2)
+    found = differences(cluster.folder, reference)
     assert len(found) == settings["full"] and max(found.values()) < TOLERANCE, found
     assert not between_replicas(cluster.folder)
     own = [note for note in notes(cluster.folder, "step") if note["at"] > restored["at"]]

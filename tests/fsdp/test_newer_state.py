@@ -51,7 +51,7 @@ def test_an_older_checkpoint_replaces_no_newer_state(tmp_path: Path, kind: str) 
         [restored] = (each for each in cluster.events("worker.state_restored") if each["tier"] != "peer")
         assert restored["tier"] == ("memory" if kind == "memory" else "disk")
     [steps] = {note["step"] for note in notes(run, "end")}
-    found = differences(run, alone(tmp_path / "alone", {**model, "steps": steps}), 1)
+    found = differences(run, alone(tmp_path / "alone", {**model, "steps": steps}))
     assert len(found) == 2 and max(found.values()) < TOLERANCE, found
     assert not between_replicas(run)
     after = [note["step"] for note in notes(run, "step") if note["at"] > restored["at"]]

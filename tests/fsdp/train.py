@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 
 BATCH = 2
@@ -26,6 +27,7 @@ LENGTH = 16
 SECOND = 11  # samples of the second loader
 SETTINGS: dict[str, Any] = {
     "shards": 2,
+    "slices": 1,
     "replicas": 2,
     "accumulation": 2,  # batches per device in a step
     "rounds": {},  # the same by data epoch, with an accumulation of 1
@@ -130,7 +132,10 @@ class Model(pl.LightningModule):
     def configure_model(self) -> None:
         if self.settings["configures"] and self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]
-            assert self.device_mesh["tensor_parallel"].size() == 1
+            lane, slices = self.device_mesh["tensor_parallel"], self.settings["slices"]
+            assert lane.size() == slices
+            for block in self.net.blocks if slices > 1 else ():
+                parallelize_module(block.mlp, lane, {"0": ColwiseParallel(), "2": RowwiseParallel()})
             for block in self.net.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(self.net, mesh=mesh)
@@ -179,6 +184,15 @@ def local(tensor: Tensor | None) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def places_of(tensor: Tensor) -> list[list[int]]:
+    """The range of this worker's part of a parameter, along each axis."""
+    if not hasattr(tensor, "to_local"):
+        return [[0, size] for size in tensor.shape]
+    from unicron_lightning.fsdp.mesh import region
+
+    return [[part.start, part.stop] for part in region(tensor)]
+
+
 class Watch(pl.Callback):
     def __init__(self, folder: Path, settings: dict[str, Any], note: Any, faults: Any) -> None:
         self._folder, self._settings, self._note, self._faults = folder, settings, note, faults
@@ -219,6 +233,7 @@ class Watch(pl.Callback):
         local = [each.to_local() if hasattr(each, "to_local") else each for each in module.parameters()]
         data = {
             "parameters": [each.detach().clone() for each in local],
+            "places": [places_of(each) for each in module.parameters()],
             "buffers": [each.clone() for each in module.buffers()],
             "metrics": metrics,
             "step": trainer.global_step,
@@ -252,7 +267,8 @@ def main(make: type[Model] = Model) -> None:
     pl.seed_everything(5, verbose=False)
     from strikes import Faults
 
-    workers = settings["shards"] * settings["replicas"]
+    lanes = settings["shards"] * settings["replicas"]
+    workers = lanes * settings["slices"]
     validate, rounds = settings["validate"], settings["accumulation"]
     trainer = pl.Trainer(
         use_distributed_sampler=not alone,
@@ -260,7 +276,7 @@ def main(make: type[Model] = Model) -> None:
         accelerator=settings["accelerator"],
         devices=1,
         num_nodes=1 if alone else workers,
-        accumulate_grad_batches=rounds * workers if alone else rounds,
+        accumulate_grad_batches=rounds * lanes if alone else rounds,
         max_steps=settings["steps"] if alone else -1,
         max_epochs=-1,
         precision=settings["precision"],
@@ -271,7 +287,7 @@ def main(make: type[Model] = Model) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        val_check_interval=validate * rounds * (workers if alone else 1) if validate else None,
+        val_check_interval=validate * rounds * (lanes if alone else 1) if validate else None,
         check_val_every_n_epoch=None if validate else 1,
         default_root_dir=folder,
         callbacks=[
@@ -282,7 +298,7 @@ def main(make: type[Model] = Model) -> None:
     )
     judged = judged_of(folder, settings, alone=alone) if validate else None
     module = make(settings)
-    given = data_of(folder, settings, workers, alone=alone)
+    given = data_of(folder, settings, lanes, alone=alone)
     trainer.fit(module, both(given) if settings["several"] else given, judged, ckpt_path=settings["resume"])
     if settings["tests"]:
         trainer.test(module, judged, verbose=False)
@@ -315,7 +331,8 @@ def strategy_of(settings: dict[str, Any], *, alone: bool) -> Any:
 
         parallel.accelerator_for = stand_in.accelerator_for
     if not alone:
-        return UnicronFSDPStrategy(shard_size=settings["shards"], **settings["options"])
+        sizes = {"shard_size": settings["shards"], "tensor_parallel_size": settings["slices"]}
+        return UnicronFSDPStrategy(**sizes, **settings["options"])
     return "auto" if settings["reference"] == "auto" else UnicronStrategy()
 
 

@@ -58,7 +58,7 @@ def test_deaths_in_replicas(
     assert [note["point"] for note in notes(tmp_path, "fault")] == [death["point"] for death in deaths]
     [steps] = {note["step"] for note in notes(tmp_path, "end")}
     reference = alone(tmp_path / "alone", {**settings, "options": {}, "steps": steps})
-    found = differences(tmp_path, reference, 2)
+    found = differences(tmp_path, reference)
     record_property("difference", max(found.values()))
     assert len(found) == WORKERS and max(found.values()) < 1e-10, found
     assert not between_replicas(tmp_path)

@@ -47,11 +47,15 @@ class RowPart:
     Attributes:
         size: batches of a row; 1 if each worker holds the whole model.
         shard: place of this worker's batch in a row.
+        together: whether other workers run a row with this one.
+        speaks: whether the results of this worker's batch count, and not those of another one with the same batch.
         exchange: sends this worker's word to the workers of its replica; returns theirs, by shard.
     """
 
     size: int = 1
     shard: int = 0
+    together: bool = False
+    speaks: bool = True
     exchange: Callable[[int], Sequence[int]] = lambda word: [word]
 
     def own(self, row: int, number: int) -> tuple[int, bool]:
@@ -166,7 +170,7 @@ def own_batches(
     for row in plan_rows(range(number), known, replica, replicas, width=part.size).rows:
         batch, is_there = part.own(row, number)
         found.append((batch, is_there and batch not in known and batch not in finished))
-    return [each for each in found if part.size > 1 or each[1]]
+    return [each for each in found if part.together or each[1]]
 
 
 class StreamBatches:

@@ -1,8 +1,8 @@
 """The state of a sharded model: whole tensors from the shards of a replica, and back, and folders with its shards.
 
-FSDP2 divides a tensor along its first axis as `torch.chunk` does, so the whole is the concatenation of the shards. In a
-folder (`checkpoints.index`) each worker writes its own part. To read a part needs no communication. Workers must share
-the file system.
+Each worker's part of a tensor is one block of it (`mesh.region`): a range of rows, and with tensor parallelism perhaps
+of columns. In a folder (`checkpoints.index`) each worker writes its own part. To read a part needs no communication.
+Workers must share the file system.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unicron_lightning.checkpoints.files import MODEL, by_name, by_number
 from unicron_lightning.checkpoints.index import StoredFolder
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint, HeldTensor
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.fsdp.mesh import local_shard, with_local_shard
+from unicron_lightning.fsdp.mesh import holds_first, local_shard, region, with_local_shard
 from unicron_lightning.worker.model_state import keep_types
 
 OPTIMIZER: Final = files.OPTIMIZER + "0"
@@ -33,13 +33,10 @@ def whole_parameters(module: nn.Module, shards: Sequence[Sequence[Tensor]]) -> d
 
     Args:
         module: this worker's shard of it.
-        shards: of each shard, in order: its parts of the parameters and then of the buffers.
+        shards: of each worker of a replica, in order: its parts of the parameters and then of the buffers.
     """
     own = [*module.parameters(), *module.buffers()]
-    whole = {
-        id(tensor): torch.cat(list(parts)) if isinstance(tensor, DTensor) else parts[0]
-        for tensor, parts in zip(own, zip(*shards, strict=True), strict=True)
-    }
+    whole = {id(tensor): _whole(parts, tensor) for tensor, parts in zip(own, zip(*shards, strict=True), strict=True)}
     return {name: whole[id(tensor)] for name, tensor in module.state_dict(keep_vars=True).items()}
 
 
@@ -54,14 +51,28 @@ def load_parameters(module: nn.Module, state: Mapping[str, Tensor]) -> None:
             local_shard(tensor).copy_(shard_of(state[name], tensor))
 
 
-def whole_optimizer(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return an optimizer's state dict with whole tensors, from those with the parts of each shard, in order."""
-    return with_values(shards[0], lambda key, name, _: _whole([each["state"][key][name] for each in shards]))
+def whole_optimizer(shards: Sequence[dict[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state dict with whole tensors.
+
+    Args:
+        shards: its state dicts with the parts of each worker of a replica, in order.
+        optimizer: of this worker.
+    """
+    parameters = _parameters_of(optimizer)
+
+    def whole(key: int, name: str, value: Any) -> Any:
+        return _whole([each["state"][key][name] for each in shards], parameters[int(key)]) if _divided(value) else value
+
+    return with_values(shards[0], whole)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, whole: bool) -> None:
     """Load a state dict with whole tensors, or with this worker's parts of them."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _parameters_of(optimizer)
 
     def own(key: int, _name: str, value: Any) -> Any:
         if not _divided(value):
@@ -84,8 +95,7 @@ def with_values(state: Mapping[str, Any], change: Callable[[int, str, Any], Any]
 
 def shard_of(whole: Tensor, tensor: Tensor) -> Tensor:
     """This worker's part of a whole tensor that is divided as another one."""
-    own = _own_piece(HeldTensor.of("", tensor))
-    return whole[own.offsets[0] :][: len(own.data)] if isinstance(tensor, DTensor) else whole
+    return whole[region(tensor)] if isinstance(tensor, DTensor) else whole
 
 
 def _divided(value: Any) -> bool:
@@ -93,8 +103,14 @@ def _divided(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _whole(parts: Sequence[Any]) -> Any:
-    return torch.cat(list(parts)) if _divided(parts[0]) else parts[0]
+def _whole(parts: Sequence[Tensor], tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that is divided as another one is, from the parts of all workers of a replica."""
+    if not isinstance(tensor, DTensor):
+        return parts[0]
+    whole = parts[0].new_empty(tensor.shape)
+    for shard, part in enumerate(parts):
+        whole[region(tensor, shard)] = part
+    return whole
 
 
 # ---- folders
@@ -103,12 +119,12 @@ def _whole(parts: Sequence[Any]) -> Any:
 def held_part(
     module: nn.Module, optimizers: Sequence[Optimizer], shard: int, rest: Mapping[str, Any]
 ) -> HeldCheckpoint:
-    """Return this worker's shards, and on the first worker everything that is not divided."""
+    """Return the parts that this worker is the first to hold, and on the first worker all that is not divided."""
     held = HeldCheckpoint.whole(_named(module, optimizers), rest)
     own = []
     for each in held.tensors[""]:
         piece = _own_piece(each)
-        if piece.data.numel() if isinstance(each.data, DTensor) else shard == 0:
+        if piece.data.numel() and holds_first(each.data) if isinstance(each.data, DTensor) else shard == 0:
             own.append(piece)
     return replace(held, tensors={str(shard): own})
 
@@ -179,8 +195,4 @@ def _own_piece(each: HeldTensor) -> HeldTensor:
     """Return this worker's piece of a tensor that may be divided."""
     if not isinstance(each.data, DTensor):
         return each
-    mesh = each.data.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this worker is in its replica's mesh"
-    first = min(coordinate[0] * -(-each.whole[0] // mesh.size()), each.whole[0])
-    return replace(each, data=local_shard(each.data), offsets=(first, *each.offsets[1:]))
+    return replace(each, data=local_shard(each.data), offsets=tuple(part.start for part in region(each.data)))

@@ -47,12 +47,15 @@ class ShardHolder:
 
     @property
     def part(self) -> RowPart:
-        """This worker's part of each row."""
+        """This worker's part of each row, which the workers of its lane share."""
+        shape, shard = self.fabric.shape, self.fabric.own_shard
+        together, speaks = shape.shards > 1, shard % shape.slices == 0
 
         def exchange(word: int) -> list[int]:
-            return self.member.model.group.exchange(word)
+            return self.member.model.group.same_slice.exchange(word)
 
-        return RowPart(size=self.fabric.shape.shards, shard=self.fabric.own_shard, exchange=exchange)
+        lane = shape.lane(shard)
+        return RowPart(size=shape.lanes, shard=lane, together=together, speaks=speaks, exchange=exchange)
 
     @property
     def place(self) -> EpochPlace:
@@ -71,11 +74,11 @@ class ShardHolder:
         self.fabric.begin(session.control, joins=session.is_joiner)
 
     def make_group(self, session: Session, local_rank: int) -> ShardGroup:
-        """Return the group of this replica's shards; a founder has entered its first epoch."""
+        """Return the group of this replica's workers; a founder has entered its first epoch."""
         self._founded = session.is_joiner  # the others do not found the task again with it, in a later run
         if session.is_joiner:
             self.fabric.take_shard(local_rank)
-        return ShardGroup(self.fabric.own_shard, self.fabric.shape.shards)
+        return ShardGroup(self.fabric.own_shard, self.fabric.shape.shards, self.fabric.shape.slices)
 
     def hold(self, model: FsdpShard, micro_batches: int) -> None:
         """Take this worker's shard of the model.
@@ -115,13 +118,13 @@ class ShardHolder:
 
     def share(self, micro_batches: Sequence[int], balance: Balance | None = None) -> list[int]:
         """Return this worker's micro-batches of a step in the present world."""
-        number = number_of_rows(micro_batches, self.fabric.shape.shards)
+        number = number_of_rows(micro_batches, self.fabric.shape.lanes)
         rows = self.member.share(range(number), None if balance is None else balance.counts(number))
         return [micro_batches[self.part.own(row, len(micro_batches))[0]] for row in rows]
 
     def own(self, in_full_step: Sequence[int], balance: Balance | None = None) -> list[int]:
         """Return this worker's micro-batches of a step of streams; ``in_full_step`` as of `worker.rows.shares_of`."""
-        size = self.fabric.shape.shards
+        size = self.fabric.shape.lanes
         whole = range(number_of_rows(range(in_full_step[-1] + 1), size) * size)
         return present(self.share(whole, balance), in_full_step)
 

@@ -8,7 +8,8 @@ this module.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -16,18 +17,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.replica.channels import ProcessGroup
+from unicron_lightning.replica.channels import PeerGroup, ProcessGroup
 
 SHARDS = "data_parallel"
 """Name of the mesh's dimension, as in Lightning's ModelParallelStrategy."""
 SLICES = "tensor_parallel"
-"""Name of its other dimension there, which has the size 1 here."""
+"""Name of its other dimension there, the last one."""
 _numbers = itertools.count()
 """Numbers of the process groups that were made in this process."""
 _GATHERING: Final = ("Muon", "Shampoo", "DistributedShampoo", "SOAP", "LBFGS")
@@ -37,24 +38,56 @@ way to update whole parameters (`whole_updates`).
 
 
 class ShardGroup(ProcessGroup):
-    """Process group of a replica's shards; `bind` gives it the connections of an epoch.
+    """Process group of a replica's workers; `bind` gives it the connections of an epoch.
+
+    With tensor parallelism it has two more: that of the workers that have the same slice, among which FSDP2 divides
+    tensors, and that of the workers of a lane, among which tensor parallelism does.
 
     Args:
         shard: of this worker.
         shards: workers of a replica.
+        slices: workers of a lane.
 
     Attributes:
         key: name by which torch finds the group.
+        slices: as above.
         refusal: message of the `ConfigError` that torch's collectives raise now; empty: none is raised.
     """
 
     refusal = ""
 
-    def __init__(self, shard: int, shards: int) -> None:
+    def __init__(self, shard: int, shards: int, slices: int = 1) -> None:
         dist.ProcessGroup.__init__(self, shard, shards)  # type: ignore[call-arg]
         self.key = cast("Any", f"unicron_shards_{next(_numbers)}")
         self._set_group_name(self.key)
         torch._C._distributed_c10d._register_process_group(self.key, self)
+        self.slices = slices
+        divided = slices > 1
+        self._same_slice = type(self)(shard // slices, shards // slices) if divided else None
+        self._lane = type(self)(shard % slices, slices) if divided else None
+
+    @property
+    def same_slice(self) -> ShardGroup:
+        """The group among which FSDP2 divides tensors."""
+        return self._same_slice or self
+
+    @property
+    def lane(self) -> ShardGroup | None:
+        """The group of tensor parallelism; None without it."""
+        return self._lane
+
+    def enter(self, connections: Callable[[tuple[int, ...]], PeerGroup]) -> None:
+        """Bind this group and those within it.
+
+        Args:
+            connections: returns those of some workers of the replica, by their shards.
+        """
+        shard, slices = self.rank(), self.slices
+        self.bind(connections(tuple(range(self.size()))))
+        if self._lane is not None and self._same_slice is not None:
+            first = shard - shard % slices
+            self._lane.bind(connections(tuple(range(first, first + slices))))
+            self._same_slice.bind(connections(tuple(range(shard % slices, self.size(), slices))))
 
     def admit(self) -> None:
         """Refuse a collective.
@@ -102,6 +135,14 @@ class ShardGroup(ProcessGroup):
         self.sum(found)
         return [part.numpy().tobytes() for part in parts]
 
+    def copy_first(self, tensor: torch.Tensor) -> None:
+        """Copy the first worker's tensor, in host memory, to all.
+
+        Raises:
+            RuntimeError: the connections are closed.
+        """
+        self._peers.broadcast(tensor, 0)
+
     def collect(self, data: bytes) -> list[bytes]:
         """Send the bytes of all shards to the first one; return them there, by shard, and nothing elsewhere.
 
@@ -120,36 +161,99 @@ class ShardGroup(ProcessGroup):
         return [part[:size].numpy().tobytes() for part, size in zip(received, sizes.tolist(), strict=False)]
 
 
-class _OneDimension(DeviceMesh):
-    """A mesh of one dimension that needs no default process group."""
+class _GroupsMesh(DeviceMesh):
+    """A mesh of this worker's groups of a replica, which needs no default process group.
+
+    Args:
+        device: of the model.
+        groups: of each dimension, by its name.
+        slices: workers of a lane.
+
+    Attributes:
+        slices: as above.
+        lane, slice: place of this worker's lane in the replica, and of this worker in its lane.
+        whole: the mesh of both dimensions; None without tensor parallelism.
+    """
+
+    whole: _GroupsMesh | None = None
+
+    def __init__(self, device: torch.device, groups: Mapping[str, ShardGroup], slices: int, shard: int) -> None:
+        self.slices = slices
+        self.lane, self.slice = divmod(shard, slices)
+        sizes = [each.size() for each in groups.values()]
+        place = 0
+        for each in groups.values():
+            place = place * each.size() + each.rank()
+        super().__init__(
+            device.type,
+            torch.arange(math.prod(sizes)).view(sizes),
+            mesh_dim_names=tuple(groups),
+            _init_backend=False,
+            _rank=place,
+        )
+        self._dim_group_names = [each.key for each in groups.values()]
+        self._pg_registry.update((each.key, each) for each in groups.values())
 
     @override
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        coordinate = self.get_coordinate()
-        assert coordinate is not None, "this worker is in its replica's mesh"
-        [place] = coordinate
-        return place
+        coordinate, names = self.get_coordinate(), self.mesh_dim_names
+        assert coordinate is not None and names is not None, "this worker is in its replica's mesh"
+        return coordinate[names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0]
 
 
 def shard_mesh(group: ShardGroup, device: torch.device) -> DeviceMesh:
-    """Return the mesh of a replica, with one dimension named `SHARDS`."""
-    mesh = _OneDimension(
-        device.type,
-        torch.arange(group.size()),
-        mesh_dim_names=(SHARDS,),
-        _init_backend=False,
-        _rank=group.rank(),
-    )
-    mesh._dim_group_names = [group.key]
-    mesh._pg_registry[group.key] = group
-    return mesh
+    """Return the mesh of the shards of a replica, with one dimension named `SHARDS`."""
+    return _GroupsMesh(device, {SHARDS: group.same_slice}, group.slices, group.rank())
+
+
+_concatenate = DeviceMesh._concatenate
+
+
+def _concatenated(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Torch's function of this name, which FSDP2 calls for a parameter that tensor parallelism divides.
+
+    Torch's own result would look for a default process group.
+    """
+    first = meshes[0]
+    if isinstance(first, _GroupsMesh) and first.whole is not None and len(meshes) == first.whole.ndim:
+        return first.whole
+    return _concatenate(meshes)
+
+
+_scatter, _broadcast = placement_types.mesh_scatter, placement_types.mesh_broadcast
+
+
+def _scattered(
+    output: torch.Tensor, parts: list[torch.Tensor], mesh: DeviceMesh, mesh_dim: int = 0, **rest: Any
+) -> Any:
+    """Torch's function of this name, with which a tensor is divided: here each worker takes its part of its own.
+
+    A model is built before its workers are connected, and all of them make the same one.
+    """
+    if not isinstance(mesh, _GroupsMesh):
+        return _scatter(output, parts, mesh, mesh_dim, **rest)
+    output.copy_(parts[mesh.get_local_rank(mesh_dim)])
+    return None
+
+
+def _broadcasted(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int = 0, **rest: Any) -> Any:
+    """Likewise for a tensor of which each worker has all: each keeps its own."""
+    return None if isinstance(mesh, _GroupsMesh) else _broadcast(tensor, mesh, mesh_dim, **rest)
+
+
+def build_unconnected() -> None:
+    """Let torch divide tensors on the meshes of this module without connections; other meshes are as before."""
+    replaced: Any = DeviceMesh
+    replaced._concatenate = staticmethod(_concatenated)
+    replaced = placement_types
+    replaced.mesh_scatter, replaced.mesh_broadcast = _scattered, _broadcasted
 
 
 class ReplicaMesh:
     """The meshes of a replica by their names, as ``LightningModule.device_mesh`` has them under ModelParallelStrategy.
 
     Args:
-        group: of the replica's shards.
+        group: of the replica's workers.
         device: of the model.
 
     Attributes:
@@ -157,8 +261,15 @@ class ReplicaMesh:
     """
 
     def __init__(self, group: ShardGroup, device: torch.device) -> None:
+        slices = group.slices
         self.shards = shard_mesh(group, device)
-        self._slices = _OneDimension(device.type, [0], mesh_dim_names=(SLICES,), _init_backend=False, _rank=0)
+        lane = group.lane or ShardGroup(0, 1)
+        self._slices = _GroupsMesh(device, {SLICES: lane}, slices, group.rank())
+        if slices > 1:
+            build_unconnected()
+            groups = {SHARDS: group.same_slice, SLICES: lane}
+            whole = _GroupsMesh(device, groups, slices, group.rank())
+            self.shards.whole = self._slices.whole = whole  # type: ignore[attr-defined]
 
     def __getitem__(self, name: str) -> DeviceMesh:
         if name not in (SHARDS, SLICES):
@@ -286,6 +397,59 @@ def sum_gradients(root: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def region(tensor: DTensor, shard: int | None = None) -> tuple[slice, ...]:
+    """Return the place in the whole of a worker's part of a tensor.
+
+    Tensor parallelism divides first, and FSDP2 then divides each part; both do so as `torch.chunk`.
+
+    Args:
+        tensor: divided.
+        shard: of the worker; None: this one.
+    """
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    if shard is not None:
+        lane, part = divmod(shard, mesh.slices if isinstance(mesh, _GroupsMesh) else 1)
+        place = tuple(part if name == SLICES else lane for name in mesh.mesh_dim_names or (SHARDS,))
+    assert place is not None, "this worker is in its replica's mesh"
+    found = [slice(0, size) for size in tensor.shape]
+    for dimension in reversed(range(mesh.ndim)):
+        placement: Any = tensor.placements[dimension]
+        if placement.is_replicate():
+            continue
+        own = found[placement.dim]
+        most = -(-(own.stop - own.start) // mesh.size(dimension))
+        first = own.start + most * place[dimension]
+        found[placement.dim] = slice(min(first, own.stop), min(first + most, own.stop))
+    return tuple(found)
+
+
+def is_divided_as_expected(tensor: DTensor) -> bool:
+    """Whether FSDP2 divides a parameter along the first axis, on a mesh of this module, and tensor parallelism evenly
+    along any axis, or not at all.
+    """
+    mesh, (first, *others) = tensor.device_mesh, tensor.placements
+    is_first = isinstance(first, Shard | placement_types._StridedShard) and first.dim == 0
+    known = isinstance(mesh, _GroupsMesh) and (mesh.mesh_dim_names or ())[:1] == (SHARDS,)
+    return known and is_first and all(isinstance(each, Shard | Replicate) for each in others)
+
+
+def is_sliced(tensor: DTensor) -> bool:
+    """Whether tensor parallelism divides a tensor."""
+    names = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+    return any(name == SLICES and not placement.is_replicate() for name, placement in names)
+
+
+def holds_first(tensor: DTensor) -> bool:
+    """Whether this worker is the first one of its replica that holds its part of a tensor."""
+    mesh = tensor.device_mesh
+    if not isinstance(mesh, _GroupsMesh):
+        return True
+    names = zip(mesh.mesh_dim_names or (), tensor.placements, strict=True)
+    is_sharded = any(name == SHARDS and not placement.is_replicate() for name, placement in names)
+    return (is_sharded or mesh.lane == 0) and (is_sliced(tensor) or mesh.slice == 0)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

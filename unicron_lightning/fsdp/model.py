@@ -13,11 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unicron_lightning.fsdp.folder import load_optimizer, with_values
 from unicron_lightning.fsdp.gradients import ExactShardedGradients, ShardedGradients
-from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, local_shards, reset_after_exception, reshard
+from unicron_lightning.fsdp.mesh import (
+    ShardGroup,
+    holds_first,
+    is_sliced,
+    local_shard,
+    local_shards,
+    reset_after_exception,
+    reshard,
+)
 from unicron_lightning.fsdp.whole_updates import WholeUpdates
 from unicron_lightning.replica.channels import AcceleratedGroup, AcceleratedGroups, Channels, PeerGroup
 from unicron_lightning.worker.communication.nccl import make_group
@@ -102,7 +111,7 @@ class FsdpShard:
 
     Args:
         root: module whose parameters are all sharded by `torch.distributed.fsdp.fully_shard` on the mesh of ``group``.
-        group: of the replica's shards.
+        group: of the replica's workers.
         device: of the model, also if its shards are kept in host memory.
         accelerator: makes the groups of an accelerator; None on the CPU.
         exact: sum gradients over rows and replicas as `worker.exact_sums` does.
@@ -147,11 +156,7 @@ class FsdpShard:
             CommunicatorAborted: a group on the accelerator could not be connected.
         """
         self.leave()
-        if self.group.size() > 1:
-            self.group.bind(channels.inner[tuple(range(self.group.size()))])
-        elif self._alone is None:
-            self._alone = PeerGroup(dist.HashStore(), 0, 1, "127.0.0.1")
-            self.group.bind(self._alone)
+        self.group.enter(lambda shards: channels.inner[shards] if len(shards) > 1 else self._by_itself())
         if channels.grid.replicas > 1:
             self.gradients.peers = channels.same_shard
         if self.accelerator is not None:
@@ -174,6 +179,12 @@ class FsdpShard:
         if self._alone is not None:
             self._alone.close()
             self._alone = None
+
+    def _by_itself(self) -> PeerGroup:
+        """Return the connections of a group of this worker alone."""
+        if self._alone is None:
+            self._alone = PeerGroup(dist.HashStore(), 0, 1, "127.0.0.1")
+        return self._alone
 
     def _let_go(self) -> None:
         self.gradients.peers = None
@@ -205,7 +216,8 @@ class FsdpShard:
 
     def finalize(self) -> None:
         """Compute the norm of the reduced gradients over all shards."""
-        grads = local_shards([each.grad for each in self.gradients.parameters if each.grad is not None])
+        present = [each.grad for each in self.gradients.parameters if each.grad is not None]
+        grads = local_shards([each for each in present if not isinstance(each, DTensor) or holds_first(each)])
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
         squares = torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)
         self.group.sum(squares)
@@ -232,15 +244,19 @@ class FsdpShard:
     # ---- state
 
     def unify(self) -> None:
-        """Give all replicas the first one's parameters and buffers."""
-        peers = self.gradients.peers
-        if peers is None:
+        """Give all replicas the first one's parameters and buffers, and a lane's workers what they have in common."""
+        peers, lane = self.gradients.peers, self.group.lane
+        if peers is None and lane is None:
             return
         with torch.no_grad():
-            for tensor in local_shards([*self.root.parameters(), *self.root.buffers()]):
-                host = tensor.detach().cpu()
-                peers.broadcast(host, 0)
-                tensor.copy_(host)
+            for tensor in (*self.root.parameters(), *self.root.buffers()):
+                part = local_shard(tensor)
+                host = part.detach().cpu()
+                if peers is not None:
+                    peers.broadcast(host, 0)
+                if lane is not None and not (isinstance(tensor, DTensor) and is_sliced(tensor)):
+                    lane.copy_first(host)
+                part.copy_(host)
 
     def state(self) -> DividedState:
         """Divide `plain_state`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from unicron_lightning.data.loader import BatchRows, GlobalBatch
@@ -56,6 +57,7 @@ class StepRows:
         anew: bool = False,
     ) -> None:
         self._rows = BatchRows(batch, part.size, part.shard)
+        self._speaks = part.speaks
         self.numbers = self._rows.numbers
         self._effects = effects
         self._agreed = agreed
@@ -108,11 +110,12 @@ class StepRows:
     def add(self, loss: Tensor | None, calls: Sequence[LogCall], number: int) -> None:
         """Record the results of a micro-batch that counts."""
         assert loss is not None, "no micro-batch is skipped"
-        self._row.results.append((loss.detach().clone(), calls))
+        whole = loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach().clone()  # type: ignore[attr-defined]
+        self._row.results.append((whole, calls))
 
     def sums(self, rows: Sequence[int]) -> ShardedSums:
-        """Return the step's other sums, over this worker's micro-batches of some rows."""
-        effects, done = self._effects, [self._done[row] for row in rows]
+        """Return the step's other sums, over this worker's micro-batches of some rows; none if another one has them."""
+        effects, done = self._effects, [self._done[row] for row in rows if self._speaks]
         counted = {each.number for each in done if each.counts}
         if effects.norms.bucket is not None:
             effects.norms.bucket.local.zero_()

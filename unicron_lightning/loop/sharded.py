@@ -196,7 +196,10 @@ class ShardedModels(WholeModels):
                 name, _, within = key.partition(".")
                 models[name][within] = tensor
             names = registered.optimizers
-            optimizers = {name: whole_optimizer([each["optimizer"][name] for each in states]) for name in names}
+            optimizers = {
+                name: whole_optimizer([each["optimizer"][name] for each in states], optimizer)
+                for name, optimizer in names.items()
+            }
             own = [{name: each["others"][name] for name in registered.own()} for each in states]
             return write({"models": models, "optimizers": optimizers, **({OF_SHARDS: own} if own[0] else {})})
 

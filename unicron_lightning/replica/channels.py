@@ -159,10 +159,14 @@ class PeerGroup(GlooGroup):
             wait()
 
 
-class Released:
-    """Replacement for a `Work` of torch, whose wait also ends when no peer is left to wait for."""
+class Released(dist.Work):
+    """Replacement for a `Work` of torch, whose wait also ends when no peer is left to wait for.
+
+    Torch's functional collectives, as of DTensor, wait for it in C++.
+    """
 
     def __init__(self, work: dist.Work, group: PeerGroup) -> None:
+        super().__init__()
         self._work = work
         self._group = group
 
@@ -172,7 +176,7 @@ class Released:
         Raises:
             RuntimeError: the collective or message has failed, or the connections are closed.
         """
-        if timeout is not None:
+        if timeout:  # C++ passes zero if there is none
             return self._work.wait(timeout)
         gone = False
         with self._group.recorded():
@@ -200,7 +204,7 @@ class Collective(Released):
             return None
 
 
-class ReduceScatter:
+class ReduceScatter(dist.Work):
     """Replacement for a reduce-scatter's `Work`.
 
     Args:
@@ -209,6 +213,7 @@ class ReduceScatter:
     """
 
     def __init__(self, sums: Sequence[Collective], parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
         self._sums = sums
         self._parts = parts
 

@@ -133,7 +133,9 @@ class ReplicaDivision(StateDivision):
         return [(name, str(each.dtype), list(each.shape)) for name, each in self._module().named_parameters()]
 
     def _layout(self) -> str:
-        return hashlib.sha256(msgspec.json.encode([self.shards, self.describe()])).hexdigest()
+        slices = self._member().fabric.shape.slices
+        words = [self.shards, self.describe(), *([slices] if slices > 1 else [])]
+        return hashlib.sha256(msgspec.json.encode(words)).hexdigest()
 
 
 class PartnerCopies(Indivisible):

@@ -18,24 +18,39 @@ from unicron_lightning.errors import UnicronError
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The declared world: replicas of TP x PP workers with Megatron, of S shards with FSDP2.
+    """The declared world: replicas of TP x PP workers with Megatron, of S shards with FSDP2, or of S x T workers.
+
+    With FSDP2 and tensor parallelism a replica is a grid of S *lanes* of T workers. Worker ``i`` is in lane ``i // T``.
+    The workers of a lane compute the same micro-batch. Those at the same place of all lanes have the same slice of each
+    tensor, which FSDP2 divides among them.
 
     Attributes:
         tensor: tensor-parallel size (TP), or the number of shards (S).
         pipeline: pipeline stages (PP); 1 for shards.
         replicas: model replicas (DP) without failures.
         sharded: whether each parameter is divided into shards (FSDP2).
+        slices: tensor-parallel size of a lane (T) with FSDP2.
     """
 
     tensor: int
     pipeline: int = 1
     replicas: int
     sharded: bool = False
+    slices: int = 1
 
     @property
     def shards(self) -> int:
         """Workers of a replica, counted along tensor parallelism first."""
-        return self.tensor * self.pipeline
+        return self.tensor * self.pipeline * self.slices
+
+    @property
+    def lanes(self) -> int:
+        """Micro-batches that a replica computes at a time: S with FSDP2."""
+        return self.tensor if self.sharded else 1
+
+    def lane(self, shard: int) -> int:
+        """The place of a worker's micro-batch among those of its replica."""
+        return shard // self.slices if self.sharded else 0
 
     @property
     def workers(self) -> int:
@@ -45,7 +60,7 @@ class Shape:
     @property
     def layout(self) -> wire.Layout:
         """Distribution of a replica."""
-        return wire.Layout(tensor=self.tensor, pipeline=self.pipeline, sharded=self.sharded)
+        return wire.Layout(tensor=self.tensor, pipeline=self.pipeline, sharded=self.sharded, slices=self.slices)
 
     def coordinate(self, shard: int) -> tuple[int, int]:
         """Tensor-parallel rank and pipeline stage."""
@@ -53,7 +68,13 @@ class Shape:
 
     def relaid(self, layout: wire.Layout) -> Shape:
         """The same number of workers in another layout, as ordered by an operator."""
-        return replace(self, tensor=layout.tensor, pipeline=layout.pipeline, replicas=self.workers // layout.workers)
+        return replace(
+            self,
+            tensor=layout.tensor,
+            pipeline=layout.pipeline,
+            slices=layout.slices,
+            replicas=self.workers // layout.workers,
+        )
 
     def grid(self, *, replicas: int, place: int, shard: int) -> Grid:
         """Place of a worker among the active ones."""
@@ -91,6 +112,8 @@ class Grid:
 
     def number(self, place: int, shard: int) -> int:
         """A worker's rank in `torch.distributed`."""
+        if self.shape.sharded:
+            return shard + self.shards * place
         tensor, stage = self.shape.coordinate(shard)
         return tensor + self.shape.tensor * (place + self.replicas * stage)
 
@@ -101,8 +124,14 @@ class Grid:
 
     def within(self) -> Iterator[tuple[int, ...]]:
         """Sets of this worker's replica, as shards: its stage, its pipeline, the pipeline's ends, and the whole
-        replica.
+        replica. With FSDP2: its lane, the workers of its slice, and the whole replica.
         """
+        if self.shape.sharded:
+            slices, first = self.shape.slices, self.shard // self.shape.slices * self.shape.slices
+            yield tuple(range(first, first + slices))
+            yield tuple(range(self.shard % slices, self.shards, slices))
+            yield tuple(range(self.shards))
+            return
         tensor, stage = self.shape.coordinate(self.shard)
         size, stages = self.shape.tensor, self.shape.pipeline
         column = tuple(tensor + size * other for other in range(stages))
@@ -116,10 +145,10 @@ class Grid:
         """Sets of several replicas, as ranks: this worker's shard and, unless parameters are divided into shards, its
         stage and all ranks.
         """
-        _, stage = self.shape.coordinate(self.shard)
-        size, every = self.shape.tensor, range(self.replicas)
+        every = range(self.replicas)
         yield tuple(sorted(self.number(place, self.shard) for place in every))
         if not self.shape.sharded:
+            size, (_, stage) = self.shape.tensor, self.shape.coordinate(self.shard)
             yield tuple(sorted(self.number(place, size * stage + other) for place in every for other in range(size)))
             yield tuple(range(self.size))
 

@@ -436,7 +436,9 @@ class ReplicaEvaluation(Evaluation[Sequence[int]]):
 
     def _calls(self, reports: ReportSum, rank: int) -> list[list[int]]:
         layout, width = self._place.layout, self._width
-        finished = reports.finished if width == 1 else batches_of(reports, layout.shards, width)
+        shape = self._fabric.shape
+        lanes = list(map(shape.lane, layout.shards))
+        finished = reports.finished if width == 1 else batches_of(reports, lanes, width)
         plan = plan_rows(self._batches, finished, self._place.replica, len(layout.replicas), width=width)
         return [list(rows) for _, rows in groupby(plan.rows, self._size)]
 
@@ -478,13 +480,13 @@ class RowPass(ReplicaEvaluation):
         return [[0]] if found else []  # one call has all rows, of which some end unexpectedly
 
 
-def batches_of(reports: ReportSum, shards: Sequence[int], width: int) -> set[int]:
+def batches_of(reports: ReportSum, lanes: Sequence[int], width: int) -> set[int]:
     """Return the batches that present workers have finished, from reports of the rows in which each has run its own.
 
     Args:
         reports: of the members.
-        shards: of the members, by rank.
-        width: batches of a row, one for each shard.
+        lanes: of the members, by rank.
+        width: batches of a row, one for each lane.
     """
-    of_shards = zip(reports.members, shards, strict=True)
-    return {row * width + shard for report, shard in of_shards if report is not None for row in report["finished"]}
+    of_lanes = zip(reports.members, lanes, strict=True)
+    return {row * width + lane for report, lane in of_lanes if report is not None for row in report["finished"]}

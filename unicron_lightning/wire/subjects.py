@@ -28,15 +28,19 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Pipeline stages (PP); 1 for shards."""
     sharded: bool = False
     """Whether each parameter is divided into shards (FSDP2)."""
+    slices: Size = 1
+    """Tensor-parallel size (T) within each shard; 1 for TP x PP."""
 
     @property
     def workers(self) -> int:
         """Number of workers of a replica."""
-        return self.tensor * self.pipeline
+        return self.tensor * self.pipeline * self.slices
 
     def plain(self) -> dict[str, int]:
         """The layout for events and answers."""
-        return {"shards": self.tensor} if self.sharded else {"tp": self.tensor, "pp": self.pipeline}
+        if self.sharded:
+            return {"shards": self.tensor, **({"tp": self.slices} if self.slices > 1 else {})}
+        return {"tp": self.tensor, "pp": self.pipeline}
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in self.plain().items())

@@ -36,6 +36,8 @@ def refusal(task: Task, layout: wire.Layout) -> str | None:
         return f"{layout}: that is what the task has"
     if layout.sharded != spread.layout.sharded:
         return f"{layout}: the task has {spread.layout}; expected {'shards' if spread.layout.sharded else 'tp and pp'}"
+    if spread.layout.slices > 1:
+        return f"{layout}: the task has {spread.layout}; expected a new start of the script with other sizes"
     return _misfit(spread, layout) or _lack(task, layout)
 
 
