@@ -287,7 +287,7 @@ class FsdpParallel(Parallelism):
         self._holder = ShardHolder(declared)
         session, is_new = Session.of_process(device, declared.workers, on_world, self._holder.fabric)
         self._holder.begin(session)
-        self.size = self._holder.fabric.shape.lanes  # an operator's order replaces the script's
+        self.size = self._holder.fabric.shape.width  # an operator's order replaces the script's
         return session, is_new
 
     def begin(self, session: Session) -> None:
@@ -311,6 +311,12 @@ class FsdpParallel(Parallelism):
         optimizer = strategy.optimizers[0]
         assert isinstance(optimizer, Optimizer)
         whole = needs_whole(optimizer)
+        if whole and self.shards > 1:
+            name = type(optimizer).__qualname__
+            raise ConfigError(
+                f"tensor_parallel_size={self.shards} with the optimizer {name}, which needs whole matrices: expected an "
+                "elementwise optimizer, or tensor_parallel_size=1"
+            )
         self.member.model.begin_fit(optimizer, whole=whole)
         if whole:
             self._stage_updates(trainer, optimizer)

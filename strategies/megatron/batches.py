@@ -77,7 +77,7 @@ class StageBatches:
         step_in_epoch: Lightning's batch index.
 
     Attributes:
-        rows: of the micro-batches.
+        rows: of the micro-batches, one for each lane of a replica.
     """
 
     def __init__(self, grid: MegatronParallel, batch: GlobalBatch, step_in_epoch: int) -> None:
@@ -86,24 +86,26 @@ class StageBatches:
         self._batch = batch
         self._index = step_in_epoch
         self._done: dict[int, tuple[Tensor, list[LogCall]]] = {}
-        self.rows = BatchRows(batch)
+        self.rows = BatchRows(batch, grid.shape.width, grid.lane)
 
     def call(self, micro_batches: Sequence[int], *, last: bool) -> None:
         """Run some rows together with the partners; see `replica.step.Call`."""
-        numbers = self.rows.counted(micro_batches)
-        if numbers:
+        rows = [row for row in micro_batches if not self.rows.is_empty(row)]
+        if rows:
             divisor = self._strategy.shape.divisor(self._batch.in_full_step)
-            self._grid.member.model.call(self.forward, numbers, divisor=divisor, last=last)
-        for number in numbers:
+            idle = [row for row in rows if not self.rows.own(row)[1]]
+            self._grid.member.model.call(self.forward, rows, divisor=divisor, last=last, idle=idle)
+        for number in self.rows.counted(rows):
             self._batch.finished(number)
 
-    def forward(self, micro_batch: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def forward(self, row: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Run a forward step; see `megatron.model.ForwardStep`."""
+        micro_batch, counts = self.rows.own(row)
         module, results = self._strategy.module, self._strategy.results
         place = (RandomPurpose.FORWARD, self._batch.epoch, self._batch.step, micro_batch)
         activity = self._strategy.engine.activity
         activity.enter("data", micro_batch)
-        samples = self._batch.fetch(micro_batch)
+        samples = (self._batch.fetch if counts else self._batch.stand_in)(micro_batch)
         activity.enter("compute", micro_batch)  # up to the next micro-batch's, with the schedule's backwards and waits
         data = stage_batch(self._grid, samples, place)
         with results.recording(data) as calls:
@@ -119,7 +121,8 @@ class StageBatches:
         def loss(result: Tensor) -> Tensor:
             with results.recording(data) as more:
                 value: Tensor = make_loss(result, data)
-            self._done[micro_batch] = value.detach().clone(), [*calls, *more]
+            if counts:
+                self._done[micro_batch] = value.detach().clone(), [*calls, *more]
             return value
 
         return output, loss
@@ -186,8 +189,10 @@ def seed_micro_batch(seed: int, place: tuple[int, ...], tensor: int, stage: int,
 def stage_evaluation(grid: MegatronParallel, batch: PassBatch) -> ReplicaEvaluation:
     """Return the operation of a global batch of a validation."""
     part, fabric, device = StagePass(grid, batch), grid.member.fabric, grid.member.model.device
+    width = grid.shape.width
+    batches = range(len(part.rows.numbers) * width)
     return ReplicaEvaluation(
-        part.rows.numbers, part.size, fabric, device, part.evaluate, part.results, tells=grid.tells
+        batches, part.size, fabric, device, part.evaluate, part.results, tells=grid.tells, width=width
     )
 
 
@@ -205,7 +210,7 @@ class StagePass:
     def __init__(self, grid: MegatronParallel, batch: PassBatch) -> None:
         self._grid = grid
         self._batch = batch
-        self.rows = BatchRows(batch.batch)
+        self.rows = BatchRows(batch.batch, grid.shape.width, grid.lane)
 
     def size(self, row: int) -> int:
         """Return the number of samples in a row; batches can be missing only among those of one size."""
@@ -215,23 +220,25 @@ class StagePass:
     def evaluate(self, rows: Sequence[int], size: int) -> None:
         """Run the batches of some rows forward, together with the partners."""
         batch = self._batch.batch
-        numbers = self.rows.counted(rows)
-        if numbers:
-            self._grid.member.model.evaluate(self._evaluate_stage, numbers, size)
-        for number in numbers:
+        rows = [row for row in rows if not self.rows.is_empty(row)]
+        if rows:
+            self._grid.member.model.evaluate(self._evaluate_stage, rows, size)
+        for number in self.rows.counted(rows):
             batch.finished(number)
 
     def results(self, rows: Collection[int]) -> bytes:
         """Encode the values logged by the batches of some rows."""
         return self._batch.results(self.rows.counted(sorted(rows)))
 
-    def _evaluate_stage(self, number: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def _evaluate_stage(self, row: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Run a forward step; see `megatron.model.ForwardStep`."""
+        number, counts = self.rows.own(row)
         batch, strategy = self._batch, self._grid.strategy
         module, engine = strategy.module, strategy.engine
         engine.activity.enter("validation", number)
         engine.fault("validation", engine.step)
-        data = stage_batch(self._grid, batch.batch.fetch(number), batch.place(number), batch.loader)
+        samples = (batch.batch.fetch if counts else batch.batch.stand_in)(number)
+        data = stage_batch(self._grid, samples, batch.place(number), batch.loader)
         with batch.recording(data) as calls:
             output = batch.run(data)
         if not isinstance(output, Tensor):
@@ -239,14 +246,16 @@ class StagePass:
                 f"validation_step returned {output!r}; under unicron_megatron it returns the output of the stage for "
                 "one batch, a tensor, and validation_loss(output, batch) logs values computed from it on the last stage"
             )
-        batch.calls[number] = calls
+        if counts:
+            batch.calls[number] = calls
         judge: Any = getattr(module, "validation_loss", None)
 
         def loss(result: Tensor) -> Tensor:
             if judge is not None:
                 with batch.recording(data) as more:
                     judge(result, data)
-                batch.calls[number] = [*calls, *more]
+                if counts:
+                    batch.calls[number] = [*calls, *more]
             return torch.zeros((), device=result.device)  # the schedule needs a tensor, and writes into it
 
         return output, loss

@@ -232,4 +232,6 @@ class GridDivision(SpreadDivision):
     def describe(self) -> list[Any]:
         config, shape = self._model.config, self._grid.shape
         sizes = [getattr(config, name, None) for name in ("num_layers", "hidden_size", "ffn_hidden_size")]
-        return [shape.tensor, shape.pipeline, self._model.keeper is not None, str(config.params_dtype), *sizes]
+        experts = [shape.expert, config.num_moe_experts] if self._model.experts else []
+        layout = [shape.tensor, shape.pipeline, self._model.keeper is not None]
+        return [*layout, str(config.params_dtype), *sizes, *experts]

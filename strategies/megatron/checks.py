@@ -66,8 +66,6 @@ def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
     wanted: list[tuple[Any, str, Any]] = [
         (config, "virtual_pipeline_model_parallel_size", None),
         (config, "context_parallel_size", 1),
-        (config, "expert_model_parallel_size", 1),
-        (config, "num_moe_experts", None),
         (config, "mtp_num_layers", None),
         (config, "fp16", False),
         (config, "fp8", None),
@@ -109,6 +107,7 @@ def check_megatron_layout(config: Any, shape: Shape) -> None:
     for field, size in (
         ("tensor_model_parallel_size", shape.tensor),
         ("pipeline_model_parallel_size", shape.pipeline),
+        ("expert_model_parallel_size", shape.expert),
     ):
         found = getattr(config, field, 1)
         if found != size:
@@ -159,8 +158,12 @@ def check_megatron_loader(loader: DataLoader[Any], replicas: int, size: int | No
     return own
 
 
-def check_validation_loader(loader: DataLoader[Any]) -> None:
+def check_validation_loader(loader: DataLoader[Any], *, equal: bool = False) -> None:
     """Refuse batches of unknown size; the last one of a pass may be smaller, but not that of a stream.
+
+    Args:
+        loader: of validation data.
+        equal: whether no batch may be smaller, as workers of a replica compute several together.
 
     Raises:
         ConfigError: naming the alternative.
@@ -174,6 +177,13 @@ def check_validation_loader(loader: DataLoader[Any]) -> None:
         )
     if isinstance(loader.dataset, IterableDataset):
         _check_stream(loader, "validation")
+        return
+    samples = len(loader.sampler)  # type: ignore[arg-type]
+    if equal and not loader.drop_last and samples % (loader.batch_size or 1):
+        raise ConfigError(
+            f"the validation data ({samples} samples) is no multiple of batch_size={loader.batch_size}, so the last "
+            "batch would be smaller than those with which it shares experts: use DataLoader(drop_last=True)"
+        )
 
 
 def _check_stream(loader: DataLoader[Any], stage: str) -> None:
@@ -182,3 +192,42 @@ def _check_stream(loader: DataLoader[Any], stage: str) -> None:
             f"the {stage} data, a {name_of(loader)}, is iterable, so that the last batch of {loader.batch_size} "
             "samples may be smaller, which pipeline stages cannot exchange: use DataLoader(drop_last=True)"
         )
+
+
+def check_experts(config: Any, ddp: Any, shape: Shape) -> None:
+    """Refuse settings of models with experts that cannot be recovered exactly, or are untested.
+
+    Args:
+        config: Megatron's `TransformerConfig`.
+        ddp: its `DistributedDataParallelConfig`.
+        shape: of the present world.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if getattr(config, "num_moe_experts", None) is None:
+        return
+    untested = "failures of both together are untested"
+    for name, found, expected, reason in (
+        ("tensor_model_parallel_size", shape.tensor, (1,), untested),
+        ("pipeline_model_parallel_size", shape.pipeline, (1,), untested),
+        ("use_distributed_optimizer", ddp.use_distributed_optimizer, (False,), "shards of experts have no copies"),
+        ("moe_token_dispatcher_type", config.moe_token_dispatcher_type, ("allgather", "alltoall"), _UNSEEN),
+        ("moe_router_force_load_balancing", config.moe_router_force_load_balancing, (False,), "it draws by rank"),
+        ("moe_shared_expert_overlap", config.moe_shared_expert_overlap, (False,), "it is untested"),
+        ("moe_enable_routing_replay", config.moe_enable_routing_replay, (False,), "it is untested"),
+    ):
+        if found not in expected:
+            raise ConfigError(
+                f"{name}={found!r} with num_moe_experts={config.num_moe_experts}: {reason}; expected "
+                f"{' or '.join(map(repr, expected))}"
+            )
+    balancing = config.moe_router_load_balancing_type
+    if "global_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing):
+        raise ConfigError(
+            f"moe_router_load_balancing_type={balancing!r}: a micro-batch's loss would depend on those of other "
+            "replicas; expected 'aux_loss', 'seq_aux_loss', 'sinkhorn' or 'none'"
+        )
+
+
+_UNSEEN = "its messages go beside torch's process groups, where a failure would not end them"

@@ -1,5 +1,6 @@
-"""Megatron's parallelism: replicas of TP x PP workers hold the model together. Its optimizer has torch's interface, for
-Lightning and for learning-rate schedulers.
+"""Megatron's parallelism: replicas of TP x EP x PP workers hold the model together.
+
+Its optimizer has torch's interface, for Lightning and for learning-rate schedulers.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import logging
 import re
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
@@ -38,6 +40,7 @@ from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.megatron.batches import StageSteps, stage_evaluation
 from unicron_lightning.strategies.megatron.checkpoints import GridCheckpoints, GridDivision
 from unicron_lightning.strategies.megatron.checks import (
+    check_experts,
     check_megatron_config,
     check_megatron_layout,
     check_megatron_trainer,
@@ -217,7 +220,7 @@ class MegatronParallel(Parallelism):
 
     Args:
         strategy: the strategy that it belongs to.
-        tensor, pipeline: TP and PP as the script gives them.
+        shape: TP, PP and EP as the script gives them, of one replica.
         ddp: configuration of Megatron's data parallelism.
         sequence_length: length of the tensors between pipeline stages; None: the model's longest sequence.
         redundancy: redundancy of the optimizer's shards, if it has some.
@@ -234,8 +237,7 @@ class MegatronParallel(Parallelism):
         self,
         strategy: FaultTolerantStrategy,
         *,
-        tensor: int,
-        pipeline: int,
+        shape: Shape,
         ddp: DistributedDataParallelConfig,
         sequence_length: int | None,
         redundancy: Redundancy | None,
@@ -243,11 +245,12 @@ class MegatronParallel(Parallelism):
     ) -> None:
         self.strategy = strategy
         self.steps = StageSteps(self, divergence)
-        self.evaluation = GlobalPasses(strategy, check_validation_loader, partial(stage_evaluation, self))
+        check = partial(check_validation_loader, equal=shape.width > 1)
+        self.evaluation = GlobalPasses(strategy, check, partial(stage_evaluation, self))
         self.checkpoints = GridCheckpoints(self)
         self.division: GridDivision = GridDivision(self)
-        self._script = Shape(tensor=tensor, pipeline=pipeline, replicas=1)
-        self.shards = self._script.shards
+        self._script = shape
+        self.shards = shape.shards // shape.width
         self._ddp = ddp
         self._sequence_length = sequence_length
         self._redundancy = redundancy
@@ -265,13 +268,18 @@ class MegatronParallel(Parallelism):
         return self.shape.coordinate(self.member.fabric.own_shard)
 
     @property
+    def lane(self) -> int:
+        """Lane of this worker: the place of its micro-batch in each row."""
+        return self.shape.lane(self.member.fabric.own_shard)
+
+    @property
     def tells(self) -> bool:
-        """Whether this worker, the first of the last stage, reports the results of its replica's micro-batches."""
+        """Whether this worker, the first of its lane's last stage, reports the results of the lane's micro-batches."""
         return self.coordinate == (0, self.shape.pipeline - 1)
 
     @property
     def shape(self) -> Shape:
-        """The present TP and PP, for which the model is built."""
+        """The present layout, for which the model is built."""
         return self._script if self._member is None else self._member.fabric.shape
 
     # ---- a run's start
@@ -284,7 +292,13 @@ class MegatronParallel(Parallelism):
             )
 
     def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
-        grid = Shape(tensor=self._script.tensor, pipeline=self._script.pipeline, replicas=shape.devices)
+        width = self._script.width
+        if shape.devices % width:
+            raise ConfigError(
+                f"{shape.devices} data-parallel lanes (devices x num_nodes / (TP x PP)) are no multiple of "
+                f"expert_model_parallel_size={width}"
+            )
+        grid = replace(self._script, replicas=shape.devices // width)
         fabric = ReplicaFabric(grid, copies=None if self._redundancy is None else self._redundancy.copies)
         self._member = ReplicaMember(fabric, self._connect, leave_world)
         session, is_new = Session.of_process(device, grid.workers, on_world, fabric)
@@ -342,7 +356,9 @@ class MegatronParallel(Parallelism):
         model.adopt(enter_world(channels, self.shape, self.strategy.root_device, engine.check))
 
     def share(self, micro_batches: range) -> list[int]:
-        return self.member.share(micro_batches)
+        width, lane = self.shape.width, self.lane
+        rows = self.member.share(range(-(-len(micro_batches) // width)))
+        return [micro_batches[row * width + lane] for row in rows if row * width + lane < len(micro_batches)]
 
     def at_boundary(self) -> None:
         self.member.fabric.leave_if_surplus()
@@ -417,12 +433,13 @@ def build_shard(
     config = get_model_config(model)
     check_megatron_config(config, ddp, optimizer)
     check_megatron_layout(config, grid)
+    check_experts(config, ddp, grid)
     length = length or sequence_length(model)
     shard = ShardModel(
         model,
         ddp,
         optimizer,
-        replicas=grid.replicas,
+        lanes=grid.replicas * grid.width,
         sequence_length=length,
         groups=current_groups(),
         redundancy=redundancy,
@@ -479,7 +496,8 @@ def spread_of(
 
 
 def shape_of(config: Any, module: nn.Module, sequence_length: int) -> dict[str, bool | int | str]:
-    """A model's shape for the planner, by the names of a job's ``transformer``; empty if the vocabulary is unknown.
+    """A model's shape for the planner, by the names of a job's ``transformer``; empty if the vocabulary is unknown, and
+    with experts, for which the planner has no model.
 
     Args:
         config: Megatron's `TransformerConfig`.
@@ -487,7 +505,7 @@ def shape_of(config: Any, module: nn.Module, sequence_length: int) -> dict[str, 
         sequence_length: of a sample.
     """
     model = unwrapped(module, "vocab_size")
-    if model is None:
+    if model is None or getattr(config, "num_moe_experts", None):
         return {}
     shape: dict[str, bool | int | str] = {
         "num_layers": config.num_layers,

@@ -1,7 +1,7 @@
 """The Lightning strategy ``unicron_megatron``: megatron-core's parallelism, trained straight through failures.
 
 The module builds its stage of the model in ``configure_model``; Megatron's schedules, data parallelism and optimizers
-do the rest, unpatched. The unit of failure is a replica of the model, TP x PP workers (docs/megatron.md). Data,
+do the rest, unpatched. The unit of failure is a replica of the model, TP x EP x PP workers (docs/megatron.md). Data,
 logging, joining and Lightning's loops work as with `UnicronStrategy`.
 """
 
@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.sharded import check_redundancy
 from unicron_lightning.replica.fabric import ReplicaFabric
+from unicron_lightning.replica.layout import Shape
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 from unicron_lightning.strategies.megatron.parallel import MegatronParallel
@@ -24,6 +25,8 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
     Args:
         tensor_model_parallel_size: TP, unless an operator has ordered another one since.
         pipeline_model_parallel_size: PP; the same.
+        expert_model_parallel_size: EP: workers of a replica that divide the experts among them, each computing
+            micro-batches of its own.
         ddp: configuration of Megatron's data parallelism.
         sequence_length: length of the tensors between pipeline stages; default: the model's ``max_sequence_length``.
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x replicas.
@@ -43,6 +46,7 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
         *,
         tensor_model_parallel_size: int = 1,
         pipeline_model_parallel_size: int = 1,
+        expert_model_parallel_size: int = 1,
         ddp: DistributedDataParallelConfig | None = None,
         sequence_length: int | None = None,
         num_micro_batches: int | None = None,
@@ -60,14 +64,20 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
         for name, size in (
             ("tensor_model_parallel_size", tensor_model_parallel_size),
             ("pipeline_model_parallel_size", pipeline_model_parallel_size),
+            ("expert_model_parallel_size", expert_model_parallel_size),
         ):
             if size < 1:
                 raise ConfigError(f"{name}={size!r}: expected 1 or more")
         ddp = ddp if ddp is not None else DistributedDataParallelConfig()
-        self._grid = MegatronParallel(
-            self,
+        shape = Shape(
             tensor=tensor_model_parallel_size,
             pipeline=pipeline_model_parallel_size,
+            expert=expert_model_parallel_size,
+            replicas=1,
+        )
+        self._grid = MegatronParallel(
+            self,
+            shape=shape,
             ddp=ddp,
             sequence_length=sequence_length,
             redundancy=check_redundancy(redundancy, distributed=ddp.use_distributed_optimizer),
@@ -89,6 +99,11 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
     def pipeline_model_parallel_size(self) -> int:
         """The present PP."""
         return self._grid.shape.pipeline
+
+    @property
+    def expert_model_parallel_size(self) -> int:
+        """The present EP."""
+        return self._grid.shape.expert
 
     @property
     def coordinate(self) -> tuple[int, int]:

@@ -39,7 +39,7 @@ def test_many_random_deaths(worlds: Worlds, tmp_path: Path, shards: int, first: 
 def test_workers_of_a_replica() -> None:
     """Lanes are neighbours; the same slices of all lanes are a group; a micro-batch is a lane's."""
     shape = Shape(tensor=3, replicas=2, sharded=True, slices=2)
-    assert (shape.shards, shape.lanes, shape.workers) == (6, 3, 12)
+    assert (shape.shards, shape.width, shape.workers) == (6, 3, 12)
     assert [shape.lane(shard) for shard in range(6)] == [0, 0, 1, 1, 2, 2]
     assert [*shape.grid(replicas=2, place=1, shard=3).within()] == [(2, 3), (1, 3, 5), (0, 1, 2, 3, 4, 5)]
     assert [*shape.grid(replicas=2, place=1, shard=3).across()] == [(3, 9)]

@@ -12,6 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch.utils.data import Subset, default_collate
 
 from unicron_lightning.data.sources import ChunkOrder
@@ -28,8 +29,6 @@ SECOND = 12
 """Number of samples of the second loader."""
 STREAMED = 27
 """Number of samples of an iterable data set."""
-VALIDATED = 22
-"""Number of validation samples."""
 DROPPED = 19
 """The one that is in no batch of the validation's streams, as the second has 7 samples, and batches have 3."""
 
@@ -37,33 +36,23 @@ DROPPED = 19
 def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps: list[int]) -> list[float]:
     """Scenario: train to the last of ``steps``, keep the parameters after each; return the gradients' norms."""
     shim.install()
-    plain.start(rank, world, folder, tp=settings["tp"], pp=settings["pp"])
-    torch.manual_seed(1234)
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    options = toy.Toy(**settings["toy"])
-    config = toy.config(options, tensor_model_parallel_size=settings["tp"], pipeline_model_parallel_size=settings["pp"])
-    module = toy.model(options, config)
-    ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16, **settings["ddp"]})
-    ddp = DistributedDataParallel(config, ddp_config, module)
-    ddp.broadcast_params()
-    optimizer_config = OptimizerConfig(
-        **{"optimizer": "adam", "lr": 1e-2, "clip_grad": 1.0, **settings["optimizer"]},
-        bf16=options.bf16,
-        params_dtype=config.params_dtype,
-    )
-    optimizer = get_megatron_optimizer(optimizer_config, [ddp])
-    config.grad_scale_func = optimizer.scale_loss
-    config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = ddp.no_sync if ddp_config.overlap_grad_reduce else None
+    torch.compiler.set_stance("force_eager")  # as in train.py
+    options, experts = toy.Toy(**settings["toy"]), settings.get("ep", 1)
+    plain.start(rank, world, folder, tp=settings["tp"], pp=settings["pp"], ep=experts)
+    ddp, optimizer = _build(settings, options)
+    module = ddp.module
     data = _samples(settings, options.length)
-    norms = []
+    norms, balances = [], []
     tensor = parallel_state.get_tensor_model_parallel_rank()
     stage = parallel_state.get_pipeline_model_parallel_rank()
 
     def forward_step(batches: Any, model: Any) -> Any:
         place, batch, weight = next(batches)
         seed_micro_batch(1234, place, tensor, stage, torch.device("cpu"))
-        return toy.forward(model, batch), lambda output: (toy.loss(output) * weight, {})
+        get_moe_layer_wise_logging_tracker().clear()
+        output = toy.forward(model, batch)
+        balances.append(toy.balance())
+        return output, lambda output: (toy.loss(output) * weight, {})
 
     for step in range(max(steps)):
         ddp.zero_grad_buffer()
@@ -82,20 +71,54 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
             group["lr"] *= 0.99
         if settings.get("validate") and (step + 1 in steps or (step + 1) % settings["validate"] == 0):
             _judge(ddp, module, options, settings, folder / f"validation-{rank}-{step + 1}")
-        if step + 1 in steps and parallel_state.get_data_parallel_rank() == 0:
-            _keep(module, folder / f"plain-{step + 1}-{tensor + settings['tp'] * stage}.pt")
+        if step + 1 in steps and parallel_state.get_expert_data_parallel_rank() == 0:
+            lane = parallel_state.get_data_parallel_rank()
+            _keep(module, folder / f"plain-{step + 1}-{tensor + settings['tp'] * (lane + experts * stage)}.pt")
+    if options.experts:
+        balance = torch.tensor(balances, dtype=torch.float64).view(max(steps), -1).mean(1)
+        dist.all_reduce(balance)
+        (folder / f"balance-{rank}").write_text(json.dumps((balance / world).tolist()))
     dist.destroy_process_group()
     return norms
 
 
+def _build(settings: dict[str, Any], options: toy.Toy) -> tuple[Any, Any]:
+    """The model in megatron-core's DDP, and its optimizer."""
+    torch.manual_seed(1234)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    config = toy.config(
+        options,
+        tensor_model_parallel_size=settings["tp"],
+        pipeline_model_parallel_size=settings["pp"],
+        expert_model_parallel_size=settings.get("ep", 1),
+    )
+    module = toy.model(options, config)
+    ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16, **settings["ddp"]})
+    ddp = DistributedDataParallel(config, ddp_config, module)
+    ddp.broadcast_params()
+    optimizer_config = OptimizerConfig(
+        **{"optimizer": "adam", "lr": 1e-2, "clip_grad": 1.0, **settings["optimizer"]},
+        bf16=options.bf16,
+        params_dtype=config.params_dtype,
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, [ddp])
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = ddp.no_sync if ddp_config.overlap_grad_reduce else None
+    return ddp, optimizer
+
+
 def _keep(module: torch.nn.Module, path: Path) -> None:
-    torch.save({name: value.detach().float() for name, value in module.named_parameters()}, path)
+    torch.save(
+        {name: value.detach().double() for name, value in module.state_dict().items() if value is not None}, path
+    )
 
 
 def _judge(ddp: Any, module: Any, options: toy.Toy, settings: dict[str, Any], path: Path) -> None:
     """Write the mean losses of train.py's validation samples by loader; on the last stage."""
-    streamed = [number for number in range(VALIDATED) if number != DROPPED]
-    loaders = [*([streamed] if settings.get("stream") else []), list(range(VALIDATED))]
+    judged = range(settings.get("judged", 22))
+    streamed = [number for number in judged if number != DROPPED]
+    loaders = [*([streamed] if settings.get("stream") else []), list(judged)]
     means = [_validation(ddp, module, options, numbers) for numbers in loaders]
     if parallel_state.is_pipeline_last_stage():
         path.write_text(json.dumps(means))
@@ -103,7 +126,7 @@ def _judge(ddp: Any, module: Any, options: toy.Toy, settings: dict[str, Any], pa
 
 def _validation(ddp: Any, module: Any, options: toy.Toy, numbers: list[int]) -> float:
     """Return the mean loss of some samples, taken one by one; 0 on earlier stages."""
-    data, losses = toy.Text(options.length, limit=VALIDATED), []
+    data, losses = toy.Text(options.length, limit=max(numbers) + 1), []
 
     def forward_step(batches: Any, model: Any) -> Any:
         def judge(output: Any) -> Any:
@@ -138,7 +161,7 @@ def _samples(settings: dict[str, Any], length: int) -> Any:
 
 def _batches(data: Any, step: int, settings: dict[str, Any]) -> Iterator[tuple[Any, dict[str, torch.Tensor], float]]:
     """The micro-batches of this replica: every ``replicas``-th, and their weight."""
-    share, replicas = settings["accumulation"], settings["dp"]
+    share, replicas = settings["accumulation"], settings["dp"] * settings.get("ep", 1)
     own = parallel_state.get_data_parallel_rank()
     for number in range(share):
         samples = _mixed(step * share + number, own, settings)
@@ -153,7 +176,7 @@ def _streamed(data: Any, step: int, settings: dict[str, Any]) -> Iterator[tuple[
     Megatron divides by all rounds and replicas, and a short step's gradient is the mean over the micro-batches that it
     has, times its rounds / all rounds.
     """
-    share, replicas = settings["accumulation"], settings["dp"]
+    share, replicas = settings["accumulation"], settings["dp"] * settings.get("ep", 1)
     sizes = [len(range(replica, STREAMED, replicas)) // MICRO_BATCH for replica in range(replicas)]
     epoch, within = divmod(step, -(-max(sizes) // share))
     own = parallel_state.get_data_parallel_rank()
@@ -171,7 +194,7 @@ def _mixed(number: int, own: int, settings: dict[str, Any]) -> list[int]:
 
     With ``several`` the second half is from the first `SECOND` samples, again and again.
     """
-    replicas = settings["dp"]
+    replicas = settings["dp"] * settings.get("ep", 1)
     samples = _round(number, own, replicas)
     if not settings.get("several"):
         return samples

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from system.cluster import Cluster
 from system.healing import check
-from system.megatron import MODEL
+from system.megatron import EXPERTS, MODEL, differences, finals
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -23,7 +23,7 @@ def train(folder: Path, agents: int, **settings: Any) -> dict[int, dict[str, Any
     """Run a task to its end, without deaths in a complete world; return its steps as rank 0 recorded them."""
     folder.mkdir()
     schedule = settings.pop("schedule", [])
-    replica = settings["tp"] * settings["pp"]
+    replica = settings["tp"] * settings["pp"] * settings.get("ep", 1)
     most = replica * settings["dp"]
     nodes = f"{replica if schedule else most}:{most}"
     cluster = Cluster(folder, script=SCRIPT, agents=agents, nodes=nodes, schedule=schedule, settings=settings)
@@ -61,6 +61,21 @@ def test_a_change_of_layout_goes_through_a_checkpoint(tmp_path: Path) -> None:
     for step, line in second.items():
         assert line["norm"] == pytest.approx(first[step]["norm"], rel=1e-5)
         assert line["loss"] == pytest.approx(first[step]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("beside", [pytest.param(False, marks=pytest.mark.chaos), True])
+def test_experts_are_saved_once_each_and_loaded_in_another_layout(tmp_path: Path, beside: bool, worlds: Any) -> None:
+    """Four lanes in each layout: two replicas of two workers, and one of four."""
+    world = {**EXPERTS, "ep": 2, "dp": 2, "finish": False, "steps": 4}
+    first = train(tmp_path / "first", 4, **world, save_every=2, beside=beside)
+    check(tmp_path / "first", world, worlds)
+    path = str(tmp_path / "first" / "checkpoints" / "step=2.ckpt")
+    for name, different in (("same", {"ep": 2, "dp": 2}), ("wider", {"ep": 4, "dp": 1})):
+        again = train(tmp_path / name, 4, **{**world, **different}, resume=path)
+        assert sorted(again) == [2, 3]
+        for value in ("loss", "norm"):
+            assert [again[step][value] for step in (2, 3)] == pytest.approx([first[step][value] for step in (2, 3)])
+    assert set(differences(finals(tmp_path / "same")[1], tmp_path / "first" / "plain").values()) == {0.0}
 
 
 @pytest.mark.chaos

@@ -31,6 +31,7 @@ from unicron_lightning.megatron import shim  # noqa: E402
 faulthandler.register(signal.SIGUSR1)
 if not torch.cuda.is_available():
     shim.install()
+torch.compiler.set_stance("force_eager")  # each process would compile the routers' fused functions with a C++ compiler
 torch.set_num_threads(1)
 
 import lightning.pytorch as pl  # noqa: E402
@@ -44,14 +45,15 @@ from unicron_lightning.megatron import toy  # noqa: E402
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted  # noqa: E402
 
 MICRO_BATCH = 2
-VALIDATION = {"samples": 22, "batch": 3}  # two global batches, and the last batch is smaller
+JUDGED = 3  # samples of a batch in validations
 SECOND = 12  # samples of a second loader, which begins again in the second step
 STREAMED = 27  # two replicas have streams of 7 and 6 micro-batches, whose fourth step has one
 SEED = 1234
 SETTINGS: dict[str, Any] = {
     "tp": 1,
     "pp": 1,
-    "dp": 2,
+    "ep": 1,
+    "dp": 2,  # replicas
     "accumulation": 2,  # micro-batches of a replica's share
     "steps": 8,  # at least; then until FOLDER/finish exists, if configured
     "finish": False,
@@ -62,6 +64,7 @@ SETTINGS: dict[str, Any] = {
     "beside": False,  # written while training continues
     "memory": None,  # every so many steps, with so many partners: a state in the agents' memory
     "resume": None,  # path of a checkpoint
+    "judged": 22,  # validation samples: two global batches, and the last batch is smaller
     "validate": 0,  # steps between validations, each with a checkpoint if it is the best one (of the first loader)
     "toy": {},
     "ddp": {},
@@ -132,7 +135,12 @@ class Model(pl.LightningModule):
         tensor, pipeline = strategy.tensor_model_parallel_size, strategy.pipeline_model_parallel_size
         if [tensor, pipeline] == self.settings["unfit"]:
             raise ValueError(f"no model with tp={tensor}, pp={pipeline}")
-        config = toy.config(self.toy, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline)
+        config = toy.config(
+            self.toy,
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            expert_model_parallel_size=strategy.expert_model_parallel_size,
+        )
         self.model = toy.model(self.toy, config)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -145,6 +153,8 @@ class Model(pl.LightningModule):
     def loss(self, output: Any, batch: Any) -> Any:
         loss = toy.loss(output)
         self.log("loss", loss, on_step=True)
+        if self.toy.experts:
+            self.log("balance", toy.balance(), on_step=True)
         return loss
 
     def on_validation_start(self) -> None:
@@ -164,7 +174,7 @@ class Model(pl.LightningModule):
         config = OptimizerConfig(
             **{"optimizer": "adam", "lr": 1e-2, "clip_grad": 1.0, **self.settings["optimizer"]},
             bf16=self.toy.bf16,
-            params_dtype=torch.bfloat16 if self.toy.bf16 else torch.float32,
+            params_dtype=torch.bfloat16 if self.toy.bf16 else torch.float64 if self.toy.double else torch.float32,
         )
         return {
             "optimizer": config,
@@ -231,6 +241,8 @@ class Watch(pl.Callback):
         grid = {"replica": place.replica, "shard": strategy.fabric.shard, "replicas": len(place.layout.replicas)}
         grid["tp"] = strategy.tensor_model_parallel_size
         values = {"loss": float(outputs["loss"]), "norm": strategy.grad_norm}
+        if module.toy.experts:
+            values["balance"] = float(trainer.callback_metrics["balance"])
         step = trainer.global_step - 1
         self._note("step", step=step, data_epoch=trainer.current_epoch, **about, **grid, **values)
         time.sleep(self._settings["pace"])
@@ -255,7 +267,11 @@ class Watch(pl.Callback):
         place, shard = strategy.fabric.place, strategy.fabric.shard
         self._note("end", step=trainer.global_step, replica=place.replica, shard=shard)
         if place.replica is not None:
-            state = {name: value.detach().float().cpu() for name, value in module.model.named_parameters()}
+            state = {
+                name: value.detach().double().cpu()
+                for name, value in module.model.state_dict().items()
+                if value is not None
+            }
             name = f"final-{trainer.global_step}-{place.replica}-{shard}.pt"
             torch.save({"parameters": state, "lr": strategy.optimizers[0].param_groups[0]["lr"]}, self._folder / name)
 
@@ -294,7 +310,7 @@ def judged_of(settings: dict[str, Any], length: int) -> Any:
     """The validation data: with streams two loaders, the first one iterable."""
     if not settings["validate"]:
         return None
-    samples, batch = toy.Text(length, limit=VALIDATION["samples"]), VALIDATION["batch"]
+    samples, batch = toy.Text(length, limit=settings["judged"]), JUDGED
     loaders = [DataLoader(Unequal(samples), batch_size=batch, drop_last=True)] if settings["stream"] else []
     return [*loaders, DataLoader(samples, batch_size=batch)]
 
@@ -318,6 +334,7 @@ def main() -> None:
     strategy = UnicronMegatronStrategy(
         tensor_model_parallel_size=settings["tp"],
         pipeline_model_parallel_size=settings["pp"],
+        expert_model_parallel_size=settings["ep"],
         ddp=DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16, **settings["ddp"]}),
         redundancy=None if settings["redundancy"] is None else Redundancy(**settings["redundancy"]),
         digest_every=1,
@@ -327,7 +344,7 @@ def main() -> None:
         strategy=strategy,
         accelerator=settings["accelerator"],
         devices=1,
-        num_nodes=settings["tp"] * settings["pp"] * settings["dp"],
+        num_nodes=settings["tp"] * settings["pp"] * settings["ep"] * settings["dp"],
         accumulate_grad_batches=settings["accumulation"],
         max_steps=-1 if settings["finish"] else settings["steps"],
         max_epochs=-1,

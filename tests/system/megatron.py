@@ -28,6 +28,27 @@ ZERO1: dict[str, Any] = {
 }
 """Settings that differ with the distributed optimizer."""
 
+EXPERTS: dict[str, Any] = {
+    **MODEL,
+    "ep": 2,
+    "toy": {
+        "experts": 4,
+        "double": True,
+        "layers": 2,
+        "router": {
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 1e-3,
+            "moe_z_loss_coeff": 1e-3,
+            "moe_expert_capacity_factor": 1.0,
+        },
+    },
+    "optimizer": {"clip_grad": 0.0, "lr": 1e-3},
+}
+"""A model whose experts two workers of each replica divide."""
+
 
 def wait_replicas(
     cluster: Cluster,

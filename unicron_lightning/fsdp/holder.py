@@ -55,7 +55,7 @@ class ShardHolder:
             return self.member.model.group.same_slice.exchange(word)
 
         lane = shape.lane(shard)
-        return RowPart(size=shape.lanes, shard=lane, together=together, speaks=speaks, exchange=exchange)
+        return RowPart(size=shape.width, shard=lane, together=together, speaks=speaks, exchange=exchange)
 
     @property
     def place(self) -> EpochPlace:
@@ -118,13 +118,13 @@ class ShardHolder:
 
     def share(self, micro_batches: Sequence[int], balance: Balance | None = None) -> list[int]:
         """Return this worker's micro-batches of a step in the present world."""
-        number = number_of_rows(micro_batches, self.fabric.shape.lanes)
+        number = number_of_rows(micro_batches, self.fabric.shape.width)
         rows = self.member.share(range(number), None if balance is None else balance.counts(number))
         return [micro_batches[self.part.own(row, len(micro_batches))[0]] for row in rows]
 
     def own(self, in_full_step: Sequence[int], balance: Balance | None = None) -> list[int]:
         """Return this worker's micro-batches of a step of streams; ``in_full_step`` as of `worker.rows.shares_of`."""
-        size = self.fabric.shape.lanes
+        size = self.fabric.shape.width
         whole = range(number_of_rows(range(in_full_step[-1] + 1), size) * size)
         return present(self.share(whole, balance), in_full_step)
 

@@ -204,11 +204,15 @@ def _is_of_first_replica(each: ShardedTensor | ShardedObject) -> bool:
         ValueError: the entry's id does not end with the number of the replica.
     """
     own, found = parallel_state.get_data_parallel_rank(with_context_parallel=True), each.replica_id
-    if not isinstance(found, tuple) or found[-1] != own:
+    of_experts = parallel_state.get_expert_data_parallel_rank()
+    if not isinstance(found, tuple) or found[-1] not in (own, of_experts):
         raise ValueError(
-            f"{each.key} has replica_id={found!r}: expected a tuple that ends with the data-parallel rank {own}"
+            f"{each.key} has replica_id={found!r}: expected a tuple that ends with the data-parallel rank {own}, or "
+            f"with that of experts, {of_experts}"
         )
-    return bool(is_main_replica((*found[:-1], 0)))
+    # The two ranks are equal only in the first lane of the first replica.
+    lane = own % parallel_state.get_expert_model_parallel_world_size() if found[-1] == own else 0
+    return bool(is_main_replica((*found[:-1], lane)))
 
 
 # ---- ranges of the distributed optimizer

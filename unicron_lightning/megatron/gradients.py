@@ -7,7 +7,7 @@ The same copy holds the sums so far while a further call of the schedule accumul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -24,15 +24,17 @@ class MainGradients:
 
     Args:
         ddp: Megatron's `DistributedDataParallel`; only the attribute ``start_grad_sync`` of its bucket groups is set.
-        replicas: declared number, whose inverse scales each gradient, whatever the present number is.
+        lanes: declared number over all replicas, whose inverse scales each gradient, whatever the present number is.
+        beside: sums something else over the replicas, after the gradients.
     """
 
     reduced = 0
     """Each bucket's sums over the replicas are in the memory to which further calls would add."""
 
-    def __init__(self, ddp: Any, replicas: int) -> None:
+    def __init__(self, ddp: Any, lanes: int, beside: Callable[[], None] = lambda: None) -> None:
         self._ddp = ddp
-        self._replicas = replicas
+        self._lanes = lanes
+        self._beside = beside
         self._overlap = bool(ddp.ddp_config.overlap_grad_reduce)
         self._state: _SumsState = "local"
         self._armed = False
@@ -47,7 +49,7 @@ class MainGradients:
         self._launched: set[int] = set()
         for place, group in enumerate(self._groups):
             for bucket in group.buckets:
-                bucket.gradient_scaling_factor = 1.0 / self._replicas
+                bucket.gradient_scaling_factor = 1.0 / self._lanes
             group.start_grad_sync = self._starter(place, group.start_grad_sync)
 
     def begin(self) -> None:
@@ -122,6 +124,7 @@ class MainGradients:
                 if group.grad_reduce_handle is not None:
                     group.grad_reduce_handle.wait()
                     group.grad_reduce_handle = None
+            self._beside()
         finally:
             self._armed = False
 

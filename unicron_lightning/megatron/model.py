@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron.experts import Experts
 from unicron_lightning.megatron.gradients import MainGradients
 from unicron_lightning.megatron.references import replace_groups, stale_groups
 from unicron_lightning.megatron.sharded import ShardedOptimizer, ShardKeeper, init_momentum, parameter_groups, parts_of
@@ -23,7 +24,8 @@ from unicron_lightning.worker.delivery import divided_shard
 from unicron_lightning.worker.state_parts import DividedState
 
 ForwardStep = Callable[[int], tuple[Tensor, Callable[[Tensor], Tensor]]]
-"""Forward of a micro-batch on this stage: its output, and a function from that to the loss on the last stage."""
+"""Forward of a row's micro-batch, or of a batch, on this stage: its output, and a function from that to the loss on the
+last stage."""
 
 
 class ShardModel:
@@ -33,7 +35,7 @@ class ShardModel:
         module: Megatron's module, in `Float16Module` if its precision requires it.
         ddp_config: of Megatron's data parallelism.
         optimizer_config: of its optimizer.
-        replicas: declared.
+        lanes: declared data-parallel lanes of all replicas: workers that compute micro-batches of their own.
         sequence_length: of the tensors that pipeline stages exchange.
         groups: the groups that it was built with, by role.
         redundancy: of the optimizer's shards; None if each replica has the whole state (no distributed optimizer).
@@ -42,6 +44,7 @@ class ShardModel:
         micro_batch_size: of the tensors that pipeline stages exchange, in samples.
         grad_norm: of the last finalized gradients, before clipping.
         keeper: of the optimizer's shards, if any.
+        experts: the state of the routers that a step changes.
         before_update: called before parameters and optimizer change.
     """
 
@@ -51,7 +54,7 @@ class ShardModel:
         ddp_config: DistributedDataParallelConfig,
         optimizer_config: OptimizerConfig,
         *,
-        replicas: int,
+        lanes: int,
         sequence_length: int,
         groups: Groups,
         redundancy: Redundancy | None = None,
@@ -62,10 +65,11 @@ class ShardModel:
         self.optimizer: Any = get_megatron_optimizer(optimizer_config, [self.ddp], use_gloo_process_groups=False)
         for part in parts_of(self.optimizer):
             part.init_state_fn = part.init_state_fn or init_momentum
-        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.grad_scale_func = self._scaled
         self.config.finalize_model_grads_func = None  # finalization is called separately, after the gate
         self.config.no_sync_func = None
-        self.gradients = MainGradients(self.ddp, replicas)
+        self.experts = Experts(module, self.config)
+        self.gradients = MainGradients(self.ddp, lanes, self.experts.reduce)
         self.keeper: ShardKeeper | None = None
         if redundancy is not None:
             known = parameter_groups(self.ddp, optimizer_config)
@@ -73,7 +77,8 @@ class ShardModel:
             self.keeper = ShardKeeper(optimizer, self.gradients, redundancy)
         self.before_update: Callable[[], None] = lambda: None
         self.grad_norm = 0.0
-        self._replicas = replicas
+        self._lanes = lanes
+        self._scale = 1.0
         self._sequence_length = sequence_length
         self.micro_batch_size = 1
         self._groups = groups
@@ -93,35 +98,65 @@ class ShardModel:
     def begin(self) -> None:
         """Reset the gradients."""
         self.gradients.begin()
+        self.experts.begin()
         self.optimizer.zero_grad()
 
     def recover(self, reduced: int) -> None:
         """After a failure: restore the gradients of this worker's completed calls; no bucket is kept."""
         self.gradients.recover()
+        self.experts.recover()
         self.optimizer.zero_grad()  # after finalization `grad` is `main_grad`, and backward would add to it twice
 
-    def call(self, forward: ForwardStep, micro_batches: Sequence[int], *, divisor: float, last: bool) -> None:
-        """Run forward and backward of some micro-batches by Megatron's schedule; gradients accumulate.
+    def call(
+        self,
+        forward: ForwardStep,
+        rows: Sequence[int],
+        *,
+        divisor: float,
+        last: bool,
+        idle: Collection[int] = (),
+    ) -> None:
+        """Run forward and backward of this worker's micro-batches of some rows by Megatron's schedule; gradients
+        accumulate.
 
-        Each micro-batch's loss is divided by ``divisor`` in the sum over the declared replicas, however many are run in
+        Each micro-batch's loss is divided by ``divisor`` in the sum over the declared lanes, however many are run in
         the call.
+
+        Args:
+            forward: runs this stage, given the row.
+            rows: by number.
+            divisor: as above.
+            last: whether reductions may start.
+            idle: rows whose micro-batch here does not count.
         """
-        factor = len(micro_batches) * self._replicas / divisor
+        factor = len(rows) * self._lanes / divisor
 
         def step(numbers: Any, _: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            output, loss = forward(next(numbers))
+            number = next(numbers)
+            weight = 0.0 if number in idle else factor
+            self.experts.start_micro_batch(counts=number not in idle)
+            output, loss = forward(number)
+            self._scale = weight if self.experts else 1.0
 
             def scaled(result: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                return loss(result) * factor, {}
+                return loss(result) if self.experts else loss(result) * weight, {}
 
             return output, scaled
 
         with self.gradients.calling(last=last) as no_sync:
             self.config.no_sync_func = no_sync
             try:
-                self._schedule(micro_batches, step, self.micro_batch_size, forward_only=False)
+                self._schedule(rows, step, self.micro_batch_size, forward_only=False)
             finally:
                 self.config.no_sync_func = None
+        self.experts.take()
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """Scale a loss, and thereby Megatron's auxiliary losses of the experts' routers, which it adds in the
+        backward.
+        """
+        scaled: Tensor = self.optimizer.scale_loss(loss) * self._scale
+        return scaled
 
     def evaluate(self, forward: ForwardStep, batches: Sequence[int], size: int) -> None:
         """Run some batches of ``size`` samples each forward by Megatron's schedule, without gradients."""
@@ -150,7 +185,8 @@ class ShardModel:
         """Apply Megatron's processing of reduced gradients within a replica and compute their norm: all but the
         update.
         """
-        finalize_model_grads([_Reduced(self.ddp)])
+        with self.experts.without_update():
+            finalize_model_grads([_Reduced(self.ddp)])
         found = self.optimizer.prepare_grads()
         assert not found, "loss scaling is refused, so no overflow is looked for"
         self.grad_norm = float(self.optimizer.get_grad_norm())
@@ -168,6 +204,7 @@ class ShardModel:
                     parameters, max_norm=optimizer.config.clip_grad, total_norm=self.grad_norm, use_decoupled_grad=False
                 )
         self.optimizer.step_with_ready_grads()
+        self.experts.update()
 
     # ---- other worlds
 

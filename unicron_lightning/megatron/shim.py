@@ -10,6 +10,7 @@ its reason beside it; tests/megatron/test_shim.py trains without each in turn, a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from dataclasses import dataclass
@@ -127,6 +128,49 @@ def _tensor_type() -> None:
     _replace(torch.Tensor, "type", type_)
 
 
+class _HostStream:
+    """A CUDA stream, or an event of one: without CUDA all work is done when its call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        """Return at once."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def record_event(self, *args: Any) -> _HostStream:
+        """Return an event that has occurred."""
+        return self
+
+
+def _streams() -> None:
+    stream = _HostStream()
+    _replace(torch.cuda, "Stream", _HostStream)
+    _replace(torch.cuda, "current_stream", lambda *args, **kwargs: stream)
+    _replace(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    _replace(torch.Tensor, "record_stream", lambda self, stream: None)
+
+
+def _router_gemm() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        _replace(moe_utils, "te_general_gemm", None)
+
+
+def _token_splits() -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    original = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else original(tensor, as_numpy, record_stream)
+
+    _replace(token_dispatcher, "maybe_move_tensor_to_cpu", moved)
+
+
 PATCHES = (
     Patch(
         name="current_device",
@@ -162,5 +206,20 @@ PATCHES = (
         name="tensor_type",
         reason='optimizers and clipping compare Tensor.type() with names such as "torch.cuda.FloatTensor"',
         apply=_tensor_type,
+    ),
+    Patch(
+        name="streams",
+        reason="the alltoall dispatcher of tokens copies their numbers to host memory on a stream of its own",
+        apply=_streams,
+    ),
+    Patch(
+        name="router_gemm",
+        reason="routers look for a function of Transformer Engine that is imported only where that is installed",
+        apply=_router_gemm,
+    ),
+    Patch(
+        name="token_splits",
+        reason="the alltoall dispatcher gives torch the split sizes as arrays only if it has moved them from CUDA",
+        apply=_token_splits,
     ),
 )

@@ -6,7 +6,8 @@ machine without CUDA call `unicron_lightning.megatron.shim.install` first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -36,6 +38,9 @@ class Toy:
         bf16: whether parameters and activations are in bf16, as in megatron-core's ``Float16Module``.
         tied: whether the output layer shares the embedding's weight.
         sequence_parallel: whether tensor parallelism splits activations along the sequence between its collectives.
+        experts: of each layer; 0: dense layers.
+        router: further fields of the configuration about experts, such as ``moe_router_topk``.
+        double: whether parameters and activations are in float64.
     """
 
     layers: int = 4
@@ -46,6 +51,9 @@ class Toy:
     bf16: bool = False
     tied: bool = True
     sequence_parallel: bool = False
+    experts: int = 0
+    router: Mapping[str, Any] = field(default_factory=dict)
+    double: bool = False
 
 
 class SequenceParallelNorm(nn.LayerNorm):
@@ -67,7 +75,8 @@ def config(toy: Toy, **parallel: Any) -> TransformerConfig:
         toy: sizes and options.
         parallel: fields about the layout, such as ``tensor_model_parallel_size``.
     """
-    dtype = torch.bfloat16 if toy.bf16 else torch.float32
+    dtype = torch.bfloat16 if toy.bf16 else torch.float64 if toy.double else torch.float32
+    experts = {"num_moe_experts": toy.experts, "moe_router_topk": 2, **toy.router} if toy.experts else {}
     return TransformerConfig(
         num_layers=toy.layers,
         hidden_size=toy.hidden,
@@ -84,6 +93,7 @@ def config(toy: Toy, **parallel: Any) -> TransformerConfig:
         gradient_accumulation_fusion=False,  # this and the following options need Apex
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **experts,
         **parallel,
     )
 
@@ -93,7 +103,7 @@ def model(toy: Toy, transformer: TransformerConfig) -> nn.Module:
 
     With several pipeline stages and tied embeddings this is a collective of the embedding group.
     """
-    layer = get_gpt_layer_local_spec()
+    layer = get_gpt_layer_local_spec(num_experts=toy.experts or None, moe_grouped_gemm=False)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
     stages = transformer.pipeline_model_parallel_size
     gpt = GPTModel(
@@ -107,6 +117,8 @@ def model(toy: Toy, transformer: TransformerConfig) -> nn.Module:
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=toy.tied,
     )
+    if toy.double:
+        gpt.double()
     stage: nn.Module = Float16Module(transformer, gpt) if toy.bf16 else gpt
     return stage
 
@@ -144,6 +156,11 @@ def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     output: Tensor = model(tokens, positions, None, labels=batch["labels"])
     return output
+
+
+def balance() -> float:
+    """The routers' auxiliary losses of the present micro-batch, summed over layers, without their coefficients."""
+    return sum(float(each["values"].sum()) for each in get_moe_layer_wise_logging_tracker().values())
 
 
 def loss(output: Tensor) -> Tensor:

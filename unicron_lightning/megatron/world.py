@@ -134,6 +134,7 @@ def _initialize(
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=shape.tensor,
             pipeline_model_parallel_size=shape.pipeline,
+            expert_model_parallel_size=shape.expert,
             create_gloo_process_groups=False,
         )
     finally:

@@ -5,7 +5,8 @@ These rules keep complete replicas from being interrupted, and broken ones from 
 * A failure cuts all connections between replicas, and those of a broken replica. A complete replica's connections stay,
   and its workers finish their present call (some micro-batches).
 * A worker that leaves an epoch while its partners may wait for it cuts the connections of its replica. The exception is
-  the time between the end of its calls and the step's gate, when no partner waits for it. A partner that has committed
+  the time between the end of its calls and the step's gate, when no partner waits for it, unless the lanes of a single
+  replica sum their gradients then. A partner that has committed
   may be in its next call already, as may one that has entered the next epoch before this worker. In an evaluation the
   first stage finishes its calls before the last one (docs/megatron.md).
 """
@@ -223,8 +224,8 @@ class ReplicaFabric:
         """Describe this worker, see the module's rules; a planned change interrupts nothing, since no step has
         begun.
         """
-        quiet = self.phase == "reducing" or epoch.kind in wire.PLANNED
-        if not quiet:
+        quiet = self.phase == "reducing" and not self._reduces_within
+        if not quiet and epoch.kind not in wire.PLANNED:
             self.cut()
         word = ShardReport(
             shard=self.shard,
@@ -238,6 +239,13 @@ class ReplicaFabric:
         if self.phase == "reducing":
             self.phase = "idle"
         return word.plain()
+
+    @property
+    def _reduces_within(self) -> bool:
+        """Whether partners wait for this worker even in the reduction: a single replica's lanes sum their gradients."""
+        shape, place = self.shape, self.place
+        lanes = 1 if shape.sharded else shape.width
+        return lanes > 1 and place is not None and len(place.layout.replicas) == 1
 
     def settle(self, epoch: wire.Epoch, abouts: Sequence[Any], *, even: bool) -> None:
         """Plan the layout; exit if training can continue only from a checkpoint, so that the agent restarts this

@@ -18,15 +18,15 @@ from unicron_lightning.errors import UnicronError
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The declared world: replicas of TP x PP workers with Megatron, of S shards with FSDP2, or of S x T workers.
+    """The declared world: replicas of TP x EP x PP workers with Megatron, of S x T workers with FSDP2.
 
-    With FSDP2 and tensor parallelism a replica is a grid of S *lanes* of T workers. Worker ``i`` is in lane ``i // T``.
-    The workers of a lane compute the same micro-batch. Those at the same place of all lanes have the same slice of each
-    tensor, which FSDP2 divides among them.
+    The workers of a *lane* compute the same micro-batch. With FSDP2 worker ``i`` is in lane ``i // T``, and those at
+    the same place of all lanes have the same slice of each tensor, which FSDP2 divides among them.
 
     Attributes:
         tensor: tensor-parallel size (TP), or the number of shards (S).
         pipeline: pipeline stages (PP); 1 for shards.
+        expert: expert-parallel size (EP); 1 for shards.
         replicas: model replicas (DP) without failures.
         sharded: whether each parameter is divided into shards (FSDP2).
         slices: tensor-parallel size of a lane (T) with FSDP2.
@@ -34,23 +34,20 @@ class Shape:
 
     tensor: int
     pipeline: int = 1
+    expert: int = 1
     replicas: int
     sharded: bool = False
     slices: int = 1
 
     @property
     def shards(self) -> int:
-        """Workers of a replica, counted along tensor parallelism first."""
-        return self.tensor * self.pipeline * self.slices
+        """Workers of a replica, counted along tensor parallelism first, then along its lanes, then its stages."""
+        return self.tensor * self.expert * self.pipeline * self.slices
 
     @property
-    def lanes(self) -> int:
-        """Micro-batches that a replica computes at a time: S with FSDP2."""
-        return self.tensor if self.sharded else 1
-
-    def lane(self, shard: int) -> int:
-        """The place of a worker's micro-batch among those of its replica."""
-        return shard // self.slices if self.sharded else 0
+    def width(self) -> int:
+        """Micro-batches of a row: the number of a replica's lanes, which compute one each."""
+        return self.tensor if self.sharded else self.expert
 
     @property
     def workers(self) -> int:
@@ -60,21 +57,25 @@ class Shape:
     @property
     def layout(self) -> wire.Layout:
         """Distribution of a replica."""
-        return wire.Layout(tensor=self.tensor, pipeline=self.pipeline, sharded=self.sharded, slices=self.slices)
+        sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert, "slices": self.slices}
+        return wire.Layout(**sizes, sharded=self.sharded)
 
     def coordinate(self, shard: int) -> tuple[int, int]:
         """Tensor-parallel rank and pipeline stage."""
-        return shard % self.tensor, shard // self.tensor
+        return shard % self.tensor, shard // (self.tensor * self.expert)
+
+    def lane(self, shard: int) -> int:
+        """Lane of a shard: the place of its micro-batch in each row."""
+        return shard // self.slices if self.sharded else shard // self.tensor % self.expert
+
+    def shard(self, tensor: int, lane: int, stage: int) -> int:
+        """The shard at a place of a replica with Megatron."""
+        return tensor + self.tensor * (lane + self.expert * stage)
 
     def relaid(self, layout: wire.Layout) -> Shape:
         """The same number of workers in another layout, as ordered by an operator."""
-        return replace(
-            self,
-            tensor=layout.tensor,
-            pipeline=layout.pipeline,
-            slices=layout.slices,
-            replicas=self.workers // layout.workers,
-        )
+        sizes = {name: getattr(layout, name) for name in ("tensor", "pipeline", "expert", "slices")}
+        return replace(self, **sizes, replicas=self.workers // layout.workers)
 
     def grid(self, *, replicas: int, place: int, shard: int) -> Grid:
         """Place of a worker among the active ones."""
@@ -83,7 +84,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Numbering of the active workers, as Megatron's: tensor parallelism first and pipeline stages last.
+    """Numbering of the active workers, as Megatron's: tensor parallelism first, then lanes, and pipeline stages last.
 
     It gives the sets of workers with which a worker exchanges tensors, in the same order on all workers; each kind of
     set divides the active workers. Megatron makes some twenty process groups, most of them of the same few sets; those
@@ -112,10 +113,11 @@ class Grid:
 
     def number(self, place: int, shard: int) -> int:
         """A worker's rank in `torch.distributed`."""
-        if self.shape.sharded:
+        shape = self.shape
+        if shape.sharded:
             return shard + self.shards * place
-        tensor, stage = self.shape.coordinate(shard)
-        return tensor + self.shape.tensor * (place + self.replicas * stage)
+        tensor, stage = shape.coordinate(shard)
+        return tensor + shape.tensor * (shape.lane(shard) + shape.expert * (place + self.replicas * stage))
 
     @property
     def rank(self) -> int:
@@ -123,34 +125,48 @@ class Grid:
         return self.number(self.place, self.shard)
 
     def within(self) -> Iterator[tuple[int, ...]]:
-        """Sets of this worker's replica, as shards: its stage, its pipeline, the pipeline's ends, and the whole
-        replica. With FSDP2: its lane, the workers of its slice, and the whole replica.
+        """Sets of this worker's replica, as shards: its layers' slices, its pipeline, the pipeline's ends, and the
+        whole replica; with several lanes also its lane, its experts' lanes and all slices of its stage. With FSDP2: its
+        lane, the workers of its slice, and the whole replica.
         """
-        if self.shape.sharded:
-            slices, first = self.shape.slices, self.shard // self.shape.slices * self.shape.slices
-            yield tuple(range(first, first + slices))
-            yield tuple(range(self.shard % slices, self.shards, slices))
+        shape = self.shape
+        (tensor, stage), lane = shape.coordinate(self.shard), shape.lane(self.shard)
+        if shape.sharded:
+            yield tuple(range(lane * shape.slices, (lane + 1) * shape.slices))
+            yield tuple(range(self.shard % shape.slices, self.shards, shape.slices))
             yield tuple(range(self.shards))
             return
-        tensor, stage = self.shape.coordinate(self.shard)
-        size, stages = self.shape.tensor, self.shape.pipeline
-        column = tuple(tensor + size * other for other in range(stages))
-        yield tuple(range(size * stage, size * (stage + 1)))
+        slices, lanes, stages = range(shape.tensor), range(shape.expert), range(shape.pipeline)
+        column = tuple(shape.shard(tensor, lane, other) for other in stages)
+        yield tuple(shape.shard(other, lane, stage) for other in slices)
         yield column
-        if stages > 2 and stage in (0, stages - 1):
+        if len(stages) > 2 and stage in (0, len(stages) - 1):
             yield column[0], column[-1]
-        yield tuple(range(self.shape.shards))
+        if len(lanes) > 1:
+            yield tuple(sorted(shape.shard(other, lane, each) for each in stages for other in slices))
+            yield tuple(shape.shard(tensor, other, stage) for other in lanes)
+            yield tuple(shape.shard(other, each, stage) for each in lanes for other in slices)
+        yield tuple(range(shape.shards))
 
     def across(self) -> Iterator[tuple[int, ...]]:
         """Sets of several replicas, as ranks: this worker's shard and, unless parameters are divided into shards, its
-        stage and all ranks.
+        stage and all ranks; with several lanes also the workers of the same slice in all lanes.
         """
-        every = range(self.replicas)
+        shape, every = self.shape, range(self.replicas)
         yield tuple(sorted(self.number(place, self.shard) for place in every))
-        if not self.shape.sharded:
-            size, (_, stage) = self.shape.tensor, self.shape.coordinate(self.shard)
-            yield tuple(sorted(self.number(place, size * stage + other) for place in every for other in range(size)))
-            yield tuple(range(self.size))
+        if shape.sharded:
+            return
+        tensor, stage = shape.coordinate(self.shard)
+        slices, lanes = range(shape.tensor), range(shape.expert)
+
+        def ranks(slices: Sequence[int]) -> tuple[int, ...]:
+            shards = [shape.shard(other, lane, stage) for lane in lanes for other in slices]
+            return tuple(sorted(self.number(place, shard) for place in every for shard in shards))
+
+        if len(lanes) > 1:
+            yield ranks([tensor])
+        yield ranks(slices)
+        yield tuple(range(self.size))
 
 
 class StateLost(UnicronError):

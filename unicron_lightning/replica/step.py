@@ -384,8 +384,8 @@ class ReplicaEvaluation(Evaluation[Sequence[int]]):
         device: of the model.
         call: runs some rows of one size forward, with the partners; arguments: their numbers, and the size.
         results: returns the results of some rows, by their numbers, as bytes.
-        tells: whether this worker reports its replica's results, or those of its own batches.
-        width: batches of a row; if there are several, each worker runs and reports that of its shard.
+        tells: whether this worker reports its replica's results, or those of its lane's batches.
+        width: batches of a row, one for each lane.
     """
 
     def __init__(
@@ -436,9 +436,9 @@ class ReplicaEvaluation(Evaluation[Sequence[int]]):
 
     def _calls(self, reports: ReportSum, rank: int) -> list[list[int]]:
         layout, width = self._place.layout, self._width
-        shape = self._fabric.shape
-        lanes = list(map(shape.lane, layout.shards))
-        finished = reports.finished if width == 1 else batches_of(reports, lanes, width)
+        finished: Collection[int] = reports.finished
+        if width > 1:
+            finished = batches_of(reports, [self._fabric.shape.lane(shard) for shard in layout.shards], width)
         plan = plan_rows(self._batches, finished, self._place.replica, len(layout.replicas), width=width)
         return [list(rows) for _, rows in groupby(plan.rows, self._size)]
 

@@ -26,6 +26,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Tensor-parallel size (TP), or the number of shards (S)."""
     pipeline: Size
     """Pipeline stages (PP); 1 for shards."""
+    expert: Size = 1
+    """Expert-parallel size (EP); 1 for shards."""
     sharded: bool = False
     """Whether each parameter is divided into shards (FSDP2)."""
     slices: Size = 1
@@ -34,13 +36,13 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def workers(self) -> int:
         """Number of workers of a replica."""
-        return self.tensor * self.pipeline * self.slices
+        return self.tensor * self.expert * self.pipeline * self.slices
 
     def plain(self) -> dict[str, int]:
         """The layout for events and answers."""
         if self.sharded:
             return {"shards": self.tensor, **({"tp": self.slices} if self.slices > 1 else {})}
-        return {"tp": self.tensor, "pp": self.pipeline}
+        return {"tp": self.tensor, "pp": self.pipeline, **({"ep": self.expert} if self.expert > 1 else {})}
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in self.plain().items())

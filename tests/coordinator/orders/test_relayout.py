@@ -291,6 +291,15 @@ def test_what_the_task_cannot_have_now_is_refused() -> None:
     assert refusal(world.task(), STAGES) == "tp=1, pp=2: the task is on its way to tp=2, pp=1 already"
 
 
+def test_divided_experts_keep_their_layout() -> None:
+    divided = wire.Layout(tensor=1, pipeline=1, expert=2)
+    world = grid(layout=divided, micro_batches=4, tensor_divides={}, pipeline_divides={})
+    reason = "the task has tp=1, pp=1, ep=2; a layout with experts divided among workers cannot be changed"
+    assert refusal(world.task(), divided) == "tp=1, pp=1, ep=2: that is what the task has"
+    assert refusal(world.task(), SLICES) == f"tp=2, pp=1: {reason}"
+    assert refusal(world.task(), wire.Layout(tensor=1, pipeline=1, expert=4)) == f"tp=1, pp=1, ep=4: {reason}"
+
+
 def test_another_number_of_shards() -> None:
     """Replicas may have different numbers of micro-batches, and a layout is of the task's kind."""
     halves = wire.Layout(tensor=2, pipeline=1, sharded=True)

@@ -15,6 +15,7 @@ pytest.importorskip("megatron.core.package_info")
 from unicron_lightning.data.loader import BatchRows, GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.replica.layout import Shape
 from unicron_lightning.replica.step import ReplicaEvaluation
 from unicron_lightning.strategies.megatron.batches import (
     StageBatches,
@@ -31,7 +32,8 @@ def grid_at(tensor: int, stage: int) -> Any:
     """A worker's grid whose transfer to the device adds random numbers."""
     augments = lambda batch, loader: batch + torch.rand(4)  # noqa: E731
     strategy = SimpleNamespace(seed=1, to_device=augments, root_device=torch.device("cpu"))
-    return SimpleNamespace(strategy=strategy, coordinate=(tensor, stage))
+    shape = Shape(tensor=1 + tensor, pipeline=1 + stage, replicas=1)
+    return SimpleNamespace(strategy=strategy, coordinate=(tensor, stage), shape=shape, lane=0)
 
 
 def test_all_workers_of_a_replica_augment_a_batch_alike_whatever_they_ran_before() -> None:
@@ -86,14 +88,15 @@ def test_places_of_a_global_batch_that_begins_later() -> None:
 
 
 class Replica:
-    """A replica of two, in a pass over streams; notes which batches it runs."""
+    """A replica of two, in a pass over streams; notes which rows it runs."""
 
     def __init__(self, batch: GlobalBatch, number: int, replicas: int) -> None:
         self.ran: list[tuple[int, int]] = []
         self.looked: list[int] = []
         self.place = SimpleNamespace(replica=number, layout=SimpleNamespace(replicas=range(replicas)))
         member = SimpleNamespace(fabric=self, model=self)
-        grid = SimpleNamespace(strategy=None, member=member, tells=True)
+        shape = Shape(tensor=2, replicas=replicas)
+        grid = SimpleNamespace(strategy=None, member=member, tells=True, shape=shape, lane=0)
         values: Any = SimpleNamespace(batch=batch, results=lambda numbers: bytes(numbers))
         batch.finished = self.looked.append
         self.operation: ReplicaEvaluation = stage_evaluation(grid, values)  # type: ignore[arg-type]
@@ -104,8 +107,8 @@ class Replica:
     def arrive(self, device: torch.device) -> None:
         """Do nothing: there is no accelerator."""
 
-    def evaluate(self, forward: Any, numbers: list[int], size: int) -> None:
-        self.ran.extend((number, size) for number in numbers)
+    def evaluate(self, forward: Any, rows: list[int], size: int) -> None:
+        self.ran.extend((row, size) for row in rows)
 
 
 class Alone:
@@ -145,7 +148,7 @@ def test_each_replica_runs_its_own_stream_and_others_those_of_a_lost_one(monkeyp
     nothing = ReportSum.nothing(2)
     first, second = (Replica(batch(), number, 2) for number in range(2))
     assert run(first, nothing, monkeypatch) == [0, 1] == first.looked
-    assert first.ran == [(0, 3), (1, 3)], "in one call, of the size of all batches"
+    assert first.ran == [(0, 3), (2, 3)], "in one call, of the size of all batches"
     assert run(second, nothing, monkeypatch) == [] == second.ran
     reported = ReportSum(world=1, begun=True, finished=frozenset(second.operation.report()["finished"]))
     second.place = SimpleNamespace(replica=0, layout=SimpleNamespace(replicas=range(1)))

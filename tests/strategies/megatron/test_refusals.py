@@ -24,6 +24,7 @@ from unicron_lightning.planner.performance.description import TransformerProfile
 from unicron_lightning.replica.layout import Shape
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.megatron.checks import (
+    check_experts,
     check_megatron_config,
     check_megatron_layout,
     check_megatron_loader,
@@ -45,8 +46,6 @@ class Config:
     [
         ({"virtual_pipeline_model_parallel_size": 2}, {}, {}, r"virtual_pipeline_model_parallel_size=2"),
         ({"context_parallel_size": 2}, {}, {}, r"context_parallel_size=2.* expected 1"),
-        ({"expert_model_parallel_size": 2}, {}, {}, r"expert_model_parallel_size=2.* expected 1"),
-        ({"num_moe_experts": 8}, {}, {}, r"num_moe_experts=8"),
         ({"fp8": "hybrid"}, {}, {}, r"fp8='hybrid'"),
         ({}, {"average_in_collective": True}, {}, r"DistributedDataParallelConfig\(average_in_collective=True\)"),
         ({}, {"use_distributed_optimizer": True}, {}, r"use_distributed_optimizer=False.*expected both"),
@@ -67,11 +66,44 @@ def test_configurations(config: dict, ddp: dict, optimizer: dict, message: str) 
         )
 
 
+@pytest.mark.parametrize(
+    ("config", "ddp", "shape", "message"),
+    [
+        ({}, {}, {"tensor": 2}, r"tensor_model_parallel_size=2 with num_moe_experts=8: .* expected 1"),
+        ({}, {}, {"pipeline": 2}, r"pipeline_model_parallel_size=2 with num_moe_experts=8: .* expected 1"),
+        ({}, {"use_distributed_optimizer": True}, {}, r"use_distributed_optimizer=True.* no copies; expected False"),
+        ({"moe_token_dispatcher_type": "flex"}, {}, {}, r"'flex'.* expected 'allgather' or 'alltoall'"),
+        ({"moe_router_force_load_balancing": True}, {}, {}, "draws by rank"),
+        ({"moe_shared_expert_overlap": True}, {}, {}, "moe_shared_expert_overlap=True"),
+        ({"moe_enable_routing_replay": True}, {}, {}, "moe_enable_routing_replay=True"),
+        ({"moe_router_load_balancing_type": "global_aux_loss"}, {}, {}, "would depend on those of other replicas"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, {}, {}, r"\['aux_loss', 'global_aux"),
+    ],
+)
+def test_experts(config: dict, ddp: dict, shape: dict, message: str) -> None:
+    fields = {
+        "num_moe_experts": 8,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_router_force_load_balancing": False,
+        "moe_shared_expert_overlap": False,
+        "moe_enable_routing_replay": False,
+        "moe_router_load_balancing_type": "aux_loss",
+    }
+    there = Shape(**{"tensor": 1, "expert": 2, "replicas": 2, **shape})
+    check_experts(Config(**fields), DistributedDataParallelConfig(), Shape(tensor=1, expert=2, replicas=2))
+    check_experts(Config(num_moe_experts=None), DistributedDataParallelConfig(**ddp), there)
+    with pytest.raises(ConfigError, match=message):
+        check_experts(Config(**{**fields, **config}), DistributedDataParallelConfig(**ddp), there)
+
+
 def test_a_model_for_another_layout_than_the_task_has() -> None:
     config = Config(tensor_model_parallel_size=1, pipeline_model_parallel_size=2)
     check_megatron_layout(config, Shape(tensor=1, pipeline=2, replicas=2))
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=1\), but the task has 2 now"):
         check_megatron_layout(config, Shape(tensor=2, pipeline=2, replicas=1))
+    config.expert_model_parallel_size = 4
+    with pytest.raises(ConfigError, match=r"expert_model_parallel_size=4\), but the task has 2 now"):
+        check_megatron_layout(config, Shape(tensor=1, pipeline=2, expert=2, replicas=1))
 
 
 def test_what_is_supported_passes() -> None:

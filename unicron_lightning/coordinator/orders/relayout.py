@@ -38,6 +38,8 @@ def refusal(task: Task, layout: wire.Layout) -> str | None:
         return f"{layout}: the task has {spread.layout}; expected {'shards' if spread.layout.sharded else 'tp and pp'}"
     if spread.layout.slices > 1:
         return f"{layout}: the task has {spread.layout}; expected a new start of the script with other sizes"
+    if layout.expert != spread.layout.expert:
+        return f"{layout}: the task has {spread.layout}; a layout with experts divided among workers cannot be changed"
     return _misfit(spread, layout) or _lack(task, layout)
 
 

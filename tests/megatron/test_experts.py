@@ -1,0 +1,132 @@
+"""Experts divided among the workers of a replica: SIGKILL of workers at every point of a step.
+
+All is computed in float64, but Megatron's losses and routing probabilities, which are in float32: a sum in another
+order rarely changes their last bit.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from system.cluster import Cluster
+from system.healing import check, check_validation, healed
+from system.megatron import EXPERTS, SCRIPT, notes
+
+pytest.importorskip("megatron.core.package_info")
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(850)]
+
+CLOSE = 1e-10
+
+
+def model_of(router: dict[str, Any], **different: Any) -> dict[str, Any]:
+    """The settings of a model with other options of its routers."""
+    return {**EXPERTS, "toy": {**EXPERTS["toy"], "router": router}, **different}
+
+
+GATHERED = model_of({"moe_token_dispatcher_type": "allgather", "moe_aux_loss_coeff": 1e-2})
+OVERLAPPED = model_of(
+    {
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_z_loss_coeff": 1e-3,
+    },
+    ddp={"overlap_grad_reduce": True},
+    judged=21,
+    validate=2,
+)
+STREAMED = model_of({"moe_token_dispatcher_type": "allgather"}, stream=True)
+"""Of the rows at the ends of streams, lanes have micro-batches that do not count."""
+
+
+def die(point: str, replica: int | None, shard: int, **where: Any) -> dict[str, Any]:
+    return {"point": point, "replica": replica, "shard": shard, **where}
+
+
+SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "gathered": (
+        GATHERED,
+        [
+            die("forward", 0, 0, micro_batch=1),  # the first worker of all
+            die("call", 1, 1),
+            die("reduce", 0, 1),  # its partner is in the reduction of what both have
+            die("reduced", 1, 0),
+            die("update", 0, 1),
+        ],
+    ),
+    "overlapped": (
+        OVERLAPPED,
+        [
+            die("forward", 1, 1, micro_batch=1),
+            die("validate", 1, 0, micro_batch=1),  # its partner has a batch of the same row
+            die("gate", 0, 0),
+            die("committed", 0, 1, breaks=True),
+        ],
+    ),
+    "single": (
+        GATHERED,
+        [
+            die("forward", 0, 0, micro_batch=1),
+            # in the single replica that is left, whose lanes sum their gradients; its partner waits for this worker
+            die("reduce", 0, 1, at_once=True, breaks=True),
+            die("commit", None, 1, at_once=True),  # the spare
+            die("forward", 1, 1),
+        ],
+    ),
+    "streamed": (
+        STREAMED,
+        [
+            die("forward", 0, 1, from_step=3),
+            die("reduced", 1, 0),
+        ],
+    ),
+    "biased": (
+        EXPERTS,
+        [
+            die("forward", 1, 0, micro_batch=1),  # tokens of an unfinished call have been counted
+            die("reduced", 0, 1),
+            die("commit", 1, 1),
+            die("committed", 0, 0),
+        ],
+    ),
+}
+IN_CI = "single", "biased"
+
+
+@pytest.mark.parametrize("name", ["gathered", "overlapped", "streamed", "biased"])
+def test_without_failures_it_is_megatrons_own_run(name: str, tmp_path: Path, worlds: Any) -> None:
+    model, _ = SCHEDULES[name]
+    settings = {**model, "steps": 6}
+    with Cluster(tmp_path, script=SCRIPT, agents=4, nodes="4:4", schedule=[], settings=settings) as cluster:
+        cluster.wait_end(200)
+    check_experts(tmp_path, model, worlds, within=0.0)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.chaos) for name in SCHEDULES]
+)
+def test_kills_heal(name: str, tmp_path: Path, worlds: Any) -> None:
+    model, schedule = SCHEDULES[name]
+    settings = {**model, "steps": 6, "finish": True, "full": 4, "slow": 0.05}
+    with Cluster(tmp_path, script=SCRIPT, agents=5, nodes="3:4", schedule=schedule, settings=settings) as cluster:
+        cluster.watch(lambda: healed(cluster, tmp_path, len(schedule)), "all faults, and their ends", 600, 200)
+        (tmp_path / "finish").touch()
+        cluster.wait_exit(150)
+        names = [event["name"] for event in cluster.events()]
+        cluster.wait_end()
+    assert "task_restarts" not in names
+    check_experts(tmp_path, model, worlds, within=CLOSE)
+
+
+def check_experts(folder: Path, model: dict[str, Any], worlds: Any, within: float) -> None:
+    """The whole state, norms, auxiliary losses and validations are those of a plain Megatron loop."""
+    check(folder, model, worlds, within)
+    expected = json.loads((folder / "plain" / "balance-0").read_text())
+    logged = {note["step"]: note["balance"] for note in notes(folder, "step")}
+    assert [logged[step] for step in sorted(logged)] == pytest.approx(expected, rel=1e-6)
+    if "validate" in model:
+        check_validation(folder, model)
