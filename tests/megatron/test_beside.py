@@ -63,7 +63,7 @@ def check_read(path: Path, plain: Path, step: int, model: dict[str, Any]) -> Non
                 continue
             there = whole[key] if layer is None else whole[key][int(layer[2]) + stage * 4 // model["pp"]]
             rows = tuple(slice(0, size) for size in value.shape)  # of the first tensor-parallel rank
-            assert torch.equal(there.float()[rows], value), name
+            assert torch.equal(there.double()[rows], value), name
             found += 1
     assert found >= 20
 
