@@ -314,8 +314,8 @@ class FsdpParallel(Parallelism):
         if whole and self.shards > 1:
             name = type(optimizer).__qualname__
             raise ConfigError(
-                f"tensor_parallel_size={self.shards} with the optimizer {name}, which needs whole matrices: expected an "
-                "elementwise optimizer, or tensor_parallel_size=1"
+                f"tensor_parallel_size={self.shards} with the optimizer {name}, which needs whole matrices: expected "
+                "an elementwise optimizer, or tensor_parallel_size=1"
             )
         self.member.model.begin_fit(optimizer, whole=whole)
         if whole:

@@ -32,10 +32,10 @@ def keep_types(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
     Args:
         optimizer: has loaded ``state``.
-        state: its `state_dict` elsewhere.
+        state: its `state_dict` elsewhere; without values if those are in shards.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, values in state["state"].items():
+    for number, values in state.get("state", {}).items():
         own = optimizer.state.get(parameters[int(number)], {})
         for name, value in values.items():
             loaded = own.get(name)
