@@ -49,7 +49,7 @@ def batches(number: int, left: set[int], replica: int, replicas: int, shard: int
     order: Any = SimpleNamespace(num_micro_batches=lambda _: number, devices=1, place=lambda _, batch: (0, 0, batch))
     fetcher: Any = SimpleNamespace(end_epoch=lambda: None)
     rows = IndexedBatches(order, lambda ahead: expected.append(ahead) or fetcher)  # type: ignore[func-returns-value]
-    rows.part = RowPart(size=2, shard=shard)
+    rows.part = RowPart(size=2, shard=shard, together=True)
     rows.begin(0, math.inf)
     has_rows = rows.plan(frozenset(range(number)) - left, replica, replicas, set())
     planned = list(rows.rows())
