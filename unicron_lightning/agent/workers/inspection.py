@@ -296,20 +296,24 @@ class Inspector:
         self._looks[order.worker] = after
         if why is None or (why == "computes" and not order.patient) or (why == "holds" and order.gentle):
             return None
-        stacks = "" if why == "stopped" else await self._stacks(process, holds=why == "holds")
-        if why != "stopped" and (not stacks or _COLLECTING in stacks):
+        if why == "stopped":
+            return f"{order.cause}; {WORDS[why]}", ""
+        if why == "computes" and await ask(self._folder, process.pid):
+            return None  # the lock is free: it was only slow
+        if why == "computes" and frozen(after, look(process.pid)) not in {"holds", "computes"}:
             return None
-        if self._looks.get(order.worker) is not after:
-            return None  # it was only slow
+        # The signal may interrupt a call that sleeps with the lock: the worker then sends a message, and still hangs.
+        stacks = await capture(self._folder, process.pid, process.pidfd)
+        if not stacks or _COLLECTING in stacks:
+            return None
         return f"{order.cause}; {WORDS[why]}", stacks
 
-    async def _stacks(self, process: WatchedProcess, *, holds: bool = False) -> str:
-        """Return a worker's stacks; "" if it neither answers nor is frozen. One that sleeps with the lock is frozen."""
-        if not holds:
-            before = look(process.pid)
-            stacks = await ask(self._folder, process.pid)
-            if stacks or frozen(before, look(process.pid)) not in {"holds", "computes"}:
-                return stacks
+    async def _stacks(self, process: WatchedProcess) -> str:
+        """Return the stacks of a worker that sends messages; "" if it neither answers nor is frozen by now."""
+        before = look(process.pid)
+        stacks = await ask(self._folder, process.pid)
+        if stacks or frozen(before, look(process.pid)) not in {"holds", "computes"}:
+            return stacks
         return await capture(self._folder, process.pid, process.pidfd)
 
 
