@@ -188,8 +188,31 @@ class Released(dist.Work):
         """Wait for a short time; return the result, or None if there is none yet."""
         raise NotImplementedError
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+    # Torch's class answers these for a work of its own, which never begins.
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._work.is_success())
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def result(self) -> list[Tensor]:
+        return list(self._work.result())
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
+    def get_future_result(self) -> Any:
+        return self._work.get_future_result()
+
+    def source_rank(self) -> int:
+        return int(self._work.source_rank())
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
 
 
 class Collective(Released):
