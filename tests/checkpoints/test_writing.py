@@ -216,6 +216,31 @@ def test_a_part_of_a_lost_writer_is_written_by_another_holder(group_of: Any, tmp
     check(tmp_path / "x.ckpt")
 
 
+def test_two_writers_that_finish_at_a_time_remove_nothing_from_each_other(
+    group_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When all workers have ended, each writer takes the others for gone; one of them is slow here."""
+    group = group_of(["a", "b"])
+    group.advance(0, 1)
+    first, second = group.versions
+    first.gone([1])
+    second.gone([0])
+    publish = first._storage.publish
+
+    def stop(name: str) -> None:
+        raise OSError(name)
+
+    def late(files: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(second._storage, "create", stop)
+            assert isinstance(second.advance(), VersionFailed), "it has come as far as its objects"
+        publish(files)
+
+    monkeypatch.setattr(first._storage, "publish", late)
+    assert first.advance() == VersionWritten(number=1, digest=digest_of(str(tmp_path / "x.ckpt")))
+    check(tmp_path / "x.ckpt")
+
+
 def test_a_writer_that_is_taken_for_lost_harms_nothing(group_of: Any, tmp_path: Path) -> None:
     group = group_of(["a", "b", "c"])
     for rank in (1, 2):

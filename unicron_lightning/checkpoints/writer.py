@@ -192,12 +192,17 @@ class WritingVersion:
         """Write objects, further files and index."""
         order, storage = self.order, self._storage
         self._begin()
-        described = (name for name in sorted(names) if name.startswith("part-"))
-        records = {name.split("-")[1]: _record(storage.read(name)) for name in described}
+        described = {name: _record(storage.read(name)) for name in sorted(names) if name.startswith("part-")}
+        there, known = (
+            {storage.prefix + name for name in names},
+            {n for each in described.values() for n in each.digests},
+        )
+        records = {name.split("-")[1]: each for name, each in described.items() if there.issuperset(each.digests)}
         pieces = [piece for record in records.values() for piece in record.pieces]
-        known = {name for record in records.values() for name in record.digests}
+        # When all workers have ended, each writer may take the others for gone and finish. What another one may refer
+        # to stays: described parts, and the objects.
         for name in names:
-            if name.endswith(DATA_SUFFIX) and storage.prefix + name not in known:  # of a writer that is gone
+            if name.startswith("__") and name.endswith(DATA_SUFFIX) and storage.prefix + name not in known:
                 storage.remove(name)
         contents = unpack_parts(self._memories[-1][:])
         files = dict(zip(order.files, contents, strict=False))

@@ -335,19 +335,21 @@ class WitnessedStep:
         verdicts = {number: judge(runs) for number, runs in found.items()}
         places = sorted({place for each in verdicts.values() for place in each.wrong})
         wrong = sorted(rank for place in places for rank in ranks[place])
-        if len(places) in {0, len(ranks)}:  # all: rather the data differ from run to run than every processor is broken
+        error: UnicronError | None = None
+        if len(places) in {0, len(ranks)}:  # all: rather the data differ from run to run than all processors are broken
             error = self._undecided(engine, found, repeats=any(each.steady for each in verdicts.values()))
-            self._error, self._among = error, world.workers
-            # Only once all know it may one end: the others would continue without it, perhaps with a wrong result.
-            gather_bytes(engine.communicator, b"", engine.tag("verdict"))
-            raise error
-        logger.warning(
-            "corruption_found step=%d ranks=%s nodes=%s", self._number, wrong, [world.nodes[r] for r in wrong]
-        )
-        for place in places:
+        else:
+            nodes = [world.nodes[rank] for rank in wrong]
+            logger.warning("corruption_found step=%d ranks=%s nodes=%s", self._number, wrong, nodes)
+        for place in places if error is None else ():
             if world.rank in ranks[place]:
                 first = next(number for number, each in verdicts.items() if place in each.wrong)
-                raise self._corruption(engine, first, ranks[place], (len(places), len(ranks)))
+                error = self._corruption(engine, first, ranks[place], (len(places), len(ranks)))
+        self._error, self._among = error, world.workers
+        # Only once all know it may one end: another one that has to end would continue, with its wrong results.
+        gather_bytes(engine.communicator, b"", engine.tag("verdict"))
+        if error is not None:
+            raise error
         assert control is not None
         with control.condition:
             control.condition.wait_for(lambda: control.failed_since(world.epoch))
