@@ -206,7 +206,8 @@ class Released(dist.Work):
         return self._work.get_future()
 
     def get_future_result(self) -> Any:
-        return self._work.get_future_result()
+        work: Any = self._work  # torch's stubs lack it
+        return work.get_future_result()
 
     def source_rank(self) -> int:
         return int(self._work.source_rank())
