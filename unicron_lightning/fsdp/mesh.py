@@ -126,11 +126,9 @@ class ShardGroup(ProcessGroup):
         Raises:
             RuntimeError: the connections are closed.
         """
-        sizes = torch.zeros(self.size(), dtype=torch.int64)
-        sizes[self.rank()] = len(data)
-        self.sum(sizes)
-        found = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
-        parts = found.split(sizes.tolist())
+        sizes = self.exchange(len(data))
+        found = torch.zeros(sum(sizes), dtype=torch.uint8)
+        parts = found.split(sizes)
         parts[self.rank()].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self.sum(found)
         return [part.numpy().tobytes() for part in parts]
@@ -149,16 +147,14 @@ class ShardGroup(ProcessGroup):
         Raises:
             RuntimeError: the connections are closed.
         """
-        sizes = torch.zeros(self.size(), dtype=torch.int64)
-        sizes[self.rank()] = len(data)
-        self.sum(sizes)
-        own = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        sizes = self.exchange(len(data))
+        own = torch.zeros(max(sizes), dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = [torch.empty_like(own) for _ in sizes] if self.rank() == 0 else []
         options = dist.GatherOptions()
         options.rootRank = 0
         self._peers.start(self._inner.gather([received] if received else [], [own], options)).wait()
-        return [part[:size].numpy().tobytes() for part, size in zip(received, sizes.tolist(), strict=False)]
+        return [part[:size].numpy().tobytes() for part, size in zip(received, sizes, strict=False)]
 
 
 class _GroupsMesh(DeviceMesh):

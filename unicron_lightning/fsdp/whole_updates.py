@@ -20,10 +20,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Muon, Optimizer
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, with_local_shard
+from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, region, with_local_shard
 from unicron_lightning.worker import codec
 
 ROUND_BYTES: Final = 1 << 26
@@ -129,7 +130,7 @@ class WholeUpdates:
         own = [number for number, owner in enumerate(owners) if owner == shard]
         dtypes = [_dtypes(parameters[number], state, divided[number]) for number in own]
         expected = [
-            [(_part(parameters[number], source, shards), dtype) for number, kinds in zip(own, dtypes, strict=True)
+            [(_part(parameters[number], source), dtype) for number, kinds in zip(own, dtypes, strict=True)
              for dtype in kinds]
             for source in range(shards)
         ]  # fmt: skip
@@ -180,17 +181,17 @@ class WholeUpdates:
                 [[name, str(state[name].dtype).removeprefix("torch.")] for name in names],
                 {name: each for name, each in state.items() if name not in names},
             ]
-            for target in range(shards):
-                rows = [*_rows(value, shards)]
-                tensors: list[Tensor] = [value, *(state[name] for name in names)]
-                for tensor in tensors:
-                    sent[target].append(tensor.detach().split(rows)[target])
+            rows = [_part(parameters[number], target)[0] for target in range(shards)]
+            tensors: list[Tensor] = [value, *(state[name] for name in names)]
+            for tensor in tensors:
+                for target, part in zip(sent, tensor.detach().split(rows), strict=True):
+                    target.append(part)
         told: dict[int, Any] = {}
         for word in self._group.share(codec.encode([*words.items()])):
             told.update((number, each) for number, each in codec.decode(word))
         expected: list[list[tuple[torch.Size, torch.dtype]]] = [[] for _ in range(shards)]
         for number, owner in enumerate(owners):
-            size = _part(parameters[number], shard, shards)
+            size = _part(parameters[number], shard)
             kinds = [parameters[number].dtype, *(getattr(torch, dtype) for _, dtype in told[number][0])]
             expected[owner] += [(size, kind) for kind in kinds]
         received = [iter(parts) for parts in self._exchange(sent, expected)]
@@ -249,17 +250,10 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
-def _rows(tensor: Tensor, shards: int) -> Iterator[int]:
-    """Yield the rows of each shard, as `torch.chunk` gives them."""
-    number = len(tensor)
-    most = -(-number // shards)
-    for shard in range(shards):
-        yield max(0, min(most, number - most * shard))
-
-
-def _part(tensor: Tensor, shard: int, shards: int) -> torch.Size:
-    """Return the shape of a shard's part of a tensor."""
-    return torch.Size([[*_rows(tensor, shards)][shard], *tensor.shape[1:]])
+def _part(parameter: Tensor, shard: int) -> torch.Size:
+    """Return the shape of a shard's part of a parameter."""
+    assert isinstance(parameter, DTensor)
+    return torch.Size([each.stop - each.start for each in region(parameter, shard)])
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -200,8 +200,7 @@ class ReplicaStep(Step[SumsT]):
         def lockstep() -> Iterator[None]:
             if fabric.place is not None and fabric.place.replica is not None:
                 fabric.phase = "calls"  # from here on a worker that leaves cuts the connections, see `_gate`
-            communicator = engine.communicator
-            communicator.wait(communicator.all_reduce(torch.zeros(1)))
+            _meet(engine)
             yield
             if fabric.phase == "calls":
                 fabric.phase = "reducing"
@@ -267,9 +266,13 @@ class ReplicaStep(Step[SumsT]):
             return
         if self._fabric.phase == "reducing":
             self._fabric.phase = "finalizing"
-        communicator = engine.communicator
-        communicator.wait(communicator.all_reduce(torch.zeros(1)))
+        _meet(engine)
         engine.fault("gate", engine.step)
+
+
+def _meet(engine: Engine) -> None:
+    """Wait until all members have come this far."""
+    engine.communicator.wait(engine.communicator.all_reduce(torch.zeros(1)))
 
 
 def _parse(report: Any) -> CallReport | None:

@@ -219,7 +219,7 @@ class WitnessedStep:
         """The workers of each rank for which the step was planned."""
         self._error: UnicronError | None = None
         self._among: Sequence[str] = ()
-        """The workers that cannot decide: each has to end by ``_error``."""
+        """The workers that know the verdict; those that have to end by it have ``_error``."""
 
     def plan(self, rank: int, ranks: int, share: Callable[[int], Sequence[int]]) -> None:
         """Plan a step of which no micro-batch is finished; after a failure, what has been planned stays.

@@ -298,10 +298,10 @@ class Inspector:
             return None
         if why == "stopped":
             return f"{order.cause}; {WORDS[why]}", ""
-        if why == "computes" and await ask(self._folder, process.pid):
+        if why == "computes" and (
+            await ask(self._folder, process.pid) or frozen(after, look(process.pid)) not in {"holds", "computes"}
+        ):
             return None  # the lock is free: it was only slow
-        if why == "computes" and frozen(after, look(process.pid)) not in {"holds", "computes"}:
-            return None
         # The signal may interrupt a call that sleeps with the lock: the worker then sends a message, and still hangs.
         stacks = await capture(self._folder, process.pid, process.pidfd)
         if not stacks or _COLLECTING in stacks:
