@@ -13,12 +13,14 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planner"))
 
 from performance.published import (
+    CONTEXTS,
+    EXPERTS,
     HELD_OUT,
     LAYER_TIMES,
     LLAMA_405B,
@@ -42,6 +44,13 @@ GROUPS = {
     "NVIDIA/dgxc-benchmarking, fp8 (H100, 175B and 340B)": ("dgxc", "fp8"),
     "arXiv 2407.21783, table 4 (H100, Llama 3 405B)": ("2407.21783",),
     "all": (),
+}
+EXPERT_GROUPS: dict[str, Callable[[PublishedRun], bool]] = {
+    "NVIDIA/dgxc-benchmarking, bf16 (H100, Grok-1)": lambda run: run.name == "Grok-1, bf16" and run.num_workers >= 512,
+    "NVIDIA/dgxc-benchmarking, fp8 (H100, Grok-1)": lambda run: run.name == "Grok-1, fp8" and run.num_workers >= 512,
+    "the same, fewer layers on 8 to 256 GPUs": lambda run: "Grok-1" in run.name and run.num_workers < 512,
+    "Megatron-Bridge (H100, Qwen3 30B-A3B, GPT-OSS 120B)": lambda run: "Bridge" in run.source,
+    "arXiv 2412.19437 (H800, DeepSeek-V3)": lambda run: run.name == "DeepSeek-V3",
 }
 ELSEWHERE = "mosaicml/llm-foundry (H100, PyTorch FSDP, not Megatron, thus outside the model)"
 
@@ -68,16 +77,17 @@ def fitted() -> Iterator[str]:
 
 def predicted() -> Iterator[str]:
     """Yield the table of predicted runs."""
-    yield "| source | run | workers | TP x PP x DP | b | v | published | predicted | error |"
-    yield "|---|---|---:|---|---:|---:|---:|---:|---:|"
-    for run in (*RUNS, *OTHER_SOFTWARE):
+    yield "| source | run | workers | TP x PP x DP x CP | EP | b | v | published | predicted | error |"
+    yield "|---|---|---:|---|---:|---:|---:|---:|---:|---:|"
+    for run in (*RUNS, *CONTEXTS, *EXPERTS, *OTHER_SOFTWARE):
         prediction = predict(run)
         used = prediction.configuration
         cells = (
             run.source,
             run.name,
             f"{run.num_workers:,}",
-            f"{used.tensor_parallel} x {used.pipeline_parallel} x {used.data_parallel}",
+            f"{used.tensor_parallel} x {used.pipeline_parallel} x {used.data_parallel} x {used.context_parallel}",
+            f"{used.expert_parallel}",
             f"{used.micro_batch_size}{'' if run.micro_batch_size else '*'}",
             f"{used.interleave}{'' if run.interleave else '*'}",
             f"{run.seconds:.2f} s",
@@ -95,6 +105,9 @@ def summary() -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|"
     for name, words in GROUPS.items():
         yield _summary(name, [run for run in RUNS if all(word in f"{run.source} {run.name}" for word in words)])
+    yield _summary("Megatron-Bridge, context parallelism (H100, Llama 3.1 405B, fp8)", CONTEXTS)
+    for name, chosen in EXPERT_GROUPS.items():
+        yield _summary(name, [run for run in EXPERTS if chosen(run)])
     yield _summary(ELSEWHERE, OTHER_SOFTWARE)
 
 

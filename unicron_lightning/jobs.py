@@ -214,6 +214,9 @@ def _problem_of_numbers(job: Job) -> str | None:
         return wrong
     if job.auto_layouts and job.layouts:
         return f"layouts={shortened(job.layouts)} with auto_layouts=true: expected only one of them"
+    shape = job.transformer if job.auto_layouts else None
+    if shape is not None and shape.num_experts and shape.expert_parallel is None:
+        return "transformer.expert_parallel is missing: expected the script's EP, since the plan chooses only TP and PP"
     for slots, sizes in job.layouts.items():
         if not 1 <= slots <= MOST_NODES or len(sizes) not in (1, 2) or not all(1 <= n <= MOST_NODES for n in sizes):
             return f"layouts={shortened(job.layouts)}: expected [TP, PP] or [shards] by numbers of slots >= 1"

@@ -496,8 +496,8 @@ def spread_of(
 
 
 def shape_of(config: Any, module: nn.Module, sequence_length: int) -> dict[str, bool | int | str]:
-    """A model's shape for the planner, by the names of a job's ``transformer``; empty if the vocabulary is unknown, and
-    with experts, for which the planner has no model.
+    """A model's shape for the planner, by the names of a job's ``transformer``; empty if the vocabulary is unknown, or
+    if only some layers have experts, for which the planner has no model.
 
     Args:
         config: Megatron's `TransformerConfig`.
@@ -505,7 +505,8 @@ def shape_of(config: Any, module: nn.Module, sequence_length: int) -> dict[str, 
         sequence_length: of a sample.
     """
     model = unwrapped(module, "vocab_size")
-    if model is None or getattr(config, "num_moe_experts", None):
+    experts = getattr(config, "num_moe_experts", None) or 0
+    if model is None or (experts and getattr(config, "moe_layer_freq", 1) != 1):
         return {}
     shape: dict[str, bool | int | str] = {
         "num_layers": config.num_layers,
@@ -520,6 +521,18 @@ def shape_of(config: Any, module: nn.Module, sequence_length: int) -> dict[str, 
         "sequence_length": sequence_length,
         "vocabulary_size": int(model.vocab_size),
     }
+    if (width := getattr(config, "kv_channels", None)) and width * config.num_attention_heads != config.hidden_size:
+        shape["head_size"] = width
+    if (context := getattr(config, "context_parallel_size", 1)) > 1:
+        shape["context_parallel"] = context
+    if experts:
+        shape |= {
+            "num_experts": experts,
+            "experts_per_token": config.moe_router_topk,
+            "ffn_size": config.moe_ffn_hidden_size or config.ffn_hidden_size,
+            "shared_expert_size": getattr(config, "moe_shared_expert_intermediate_size", None) or 0,
+            "expert_parallel": config.expert_model_parallel_size,
+        }
     accelerator = preset_of(torch.cuda.get_device_properties()) if torch.cuda.is_available() else None
     return shape if accelerator is None else {**shape, "accelerator": accelerator}
 

@@ -68,6 +68,7 @@ def test_json_says_everything(small: Path) -> None:
     assert (b["num_workers_before"], b["changed"], b["nodes"]) == (8, False, {"node2": 4, "node3": 4})
     assert b["configuration"] == {
         "tensor_parallel": 2, "pipeline_parallel": 1, "data_parallel": 4, "micro_batch_size": 1,
+        "context_parallel": 1, "expert_parallel": 1,
     }  # fmt: skip
     assert plan["tasks"]["a"]["gain_of_last_flop"] == pytest.approx(0.9e15 * 9e5 + 1.9e16, rel=1e-6)
 

@@ -100,7 +100,7 @@ def test_a_transformer_counts_slots_and_equals_the_search_without_a_limit(
     """The coordinator's search is limited to the workers that the job may have, which changes no size of the job."""
     shape = profile(global_batch_size=batch, uneven_shares=uneven, may_idle=idle)
     made = performance_of(None, job(transformer=shape, workers_per_node=workers, max_nodes=most))
-    whole = TransformerModel.of(shape, interleaves=False)
+    whole = TransformerModel.of(shape, ordered=True)
     for slots in range(most + 1):
         assert made.throughput(slots) == whole.throughput(slots * workers)
         assert made.configuration(slots) == whole.configuration(slots * workers)

@@ -329,6 +329,13 @@ SHAPE = TransformerProfile(
         ({"weight": float("nan")}, "weight=nan: expected a number > 0"),
         ({"flops_per_step": 0.0}, "flops_per_step=0.0: expected a number > 0"),
         ({"profile": {0: 1.0}}, "profile={0: 1.0}: expected"),
+        (
+            {
+                "transformer": replace(SHAPE, accelerator="A100", num_experts=4, experts_per_token=1),
+                "auto_layouts": True,
+            },
+            "transformer.expert_parallel is missing: expected the script's",
+        ),
         ({"transformer": SHAPE}, "transformer.accelerator is missing: expected one of A100, A800, H100, H200"),
         (
             {"transformer": replace(SHAPE, accelerator="A100", num_layers=10**9)},

@@ -47,7 +47,16 @@ from unicron_lightning.planner.performance.transformer import (
 def layouts_of(*configurations: ParallelConfiguration) -> Layouts:
     """Arrays from configurations, in their order."""
     names = ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "num_micro_batches")
-    rows = [(*(getattr(c, name) for name in names), c.interleave, RECOMPUTE.index(c.recompute)) for c in configurations]
+    rows = [
+        (
+            *(getattr(c, name) for name in names),
+            c.interleave,
+            RECOMPUTE.index(c.recompute),
+            c.context_parallel,
+            c.expert_parallel,
+        )
+        for c in configurations
+    ]
     columns = np.array(rows, dtype=np.int64).T
     return Layouts(**{field.name: column for field, column in zip(fields(Layouts), columns, strict=True)})
 
@@ -71,6 +80,7 @@ class PublishedRun:
         recompute: as published.
         seconds: duration of an optimizer step, as published or derived from the published FLOP/s.
         fits: whether the run fits by the memory formulas; False for published runs that exceed them.
+        context_parallel, expert_parallel: as published.
     """
 
     source: str
@@ -87,11 +97,13 @@ class PublishedRun:
     recompute: Recompute
     seconds: float
     fits: bool = True
+    context_parallel: int = 1
+    expert_parallel: int = 1
 
     @property
     def num_workers(self) -> int:
         """Accelerators."""
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
     @property
     def utilization(self) -> float:
@@ -140,6 +152,8 @@ def _configurations(run: PublishedRun) -> Iterator[ParallelConfiguration]:
                 num_micro_batches=m,
                 interleave=v,
                 recompute=run.recompute,
+                context_parallel=run.context_parallel,
+                expert_parallel=run.expert_parallel,
             )
 
 
@@ -295,7 +309,139 @@ def _llama() -> Iterator[PublishedRun]:
         )
 
 
+def _contexts() -> Iterator[PublishedRun]:
+    """NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md, 25.11 and 26.02: tokens/s per GPU, CP 2."""
+    for samples, rate in ((512, 292.0), (1536, 311.0)):
+        yield PublishedRun(
+            source="NVIDIA-NeMo/Megatron-Bridge",
+            name="Llama 3.1 405B, fp8",
+            shape=LLAMA_405B,
+            cluster=H100,
+            recipe=replace(MEGATRON_CORE, precision="fp8"),
+            global_batch_size=samples,
+            tensor_parallel=8,
+            pipeline_parallel=8,
+            data_parallel=8,
+            context_parallel=2,
+            micro_batch_size=1,
+            interleave=8,
+            recompute="none",
+            seconds=samples * 8192 / rate / 1024,
+            fits=False,
+        )
+
+
 RUNS: tuple[PublishedRun, ...] = (*_weak_scaling(), *_recomputation(), *_nemo(), *_llama())
+CONTEXTS: tuple[PublishedRun, ...] = tuple(_contexts())
+"""Runs with context parallelism."""
+
+
+def experts(layers: int, hidden: int, heads: int, ffn: int, number: int, each: int, **given: int) -> ModelShape:
+    """A mixture of experts without biases, its output layer apart from the embedding, at 4,096 tokens."""
+    return ModelShape(
+        **{
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_heads": heads,
+            "num_kv_heads": 8,
+            "ffn_size": ffn,
+            "num_experts": number,
+            "experts_per_token": each,
+            "sequence_length": 4096,
+            **given,
+        },
+        gated=True,
+        biases=False,
+        learned_positions=False,
+        tied_embeddings=False,
+    )
+
+
+GROK_1 = experts(64, 6144, 48, 32768, 8, 2, vocabulary_size=131072, sequence_length=8192)
+"""Its 4.27e15 FLOPs a sample, which the README states, are those of two gated experts and half a square."""
+QWEN3_30B = experts(48, 2048, 32, 768, 128, 8, num_kv_heads=4, head_size=128, vocabulary_size=151936)
+GPT_OSS_120B = experts(36, 2880, 64, 2880, 128, 4, head_size=64, vocabulary_size=201088)
+# Its compressed keys and values are taken as those of one head, and the three layers without experts as with them.
+DEEPSEEK_V3 = experts(
+    61, 7168, 128, 2048, 256, 8, shared_expert_size=2048, num_kv_heads=1, head_size=128, vocabulary_size=129280
+)
+
+
+def _grok() -> Iterator[PublishedRun]:
+    """NVIDIA/dgxc-benchmarking, grok1/README_314b.md: seconds per step; smaller sizes have fewer layers."""
+    sizes = [
+        # layers, tokens, PP, CP, EP, DP (EP included), v, samples
+        (2, 4096, 1, 1, 2, 2, 1, 1024),
+        (4, 4096, 1, 1, 4, 4, 1, 1024),
+        (4, 4096, 1, 1, 8, 8, 1, 1024),
+        (8, 8192, 1, 2, 8, 8, 1, 1024),
+        (16, 8192, 2, 2, 8, 8, 8, 1024),
+        (32, 8192, 4, 2, 8, 8, 8, 1024),
+        (64, 8192, 8, 2, 8, 8, 8, 1024),
+        (64, 8192, 8, 2, 8, 16, 8, 2048),
+        (64, 8192, 8, 2, 8, 32, 8, 4096),
+    ]
+    times = {
+        "bf16": (24.03, 21.52, 10.64, 20.64, 20.64, 20.7, 20.83, 21.0, 21.09),
+        "fp8": (19.89, 17.08, 8.3, 16.21, 16.48, 16.55, 16.69, 16.89, 17.04),
+    }
+    for precision, measured in times.items():
+        for (layers, tokens, p, c, e, d, v, samples), seconds in zip(sizes, measured, strict=True):
+            yield PublishedRun(
+                source="NVIDIA/dgxc-benchmarking",
+                name=f"Grok-1, {precision}",
+                shape=replace(GROK_1, num_layers=layers, sequence_length=tokens),
+                cluster=H100,
+                recipe=replace(MEGATRON_CORE, precision=precision),
+                global_batch_size=samples,
+                tensor_parallel=4,
+                pipeline_parallel=p,
+                data_parallel=d,
+                context_parallel=c,
+                expert_parallel=e,
+                micro_batch_size=1,
+                interleave=v,
+                recompute="none",
+                seconds=seconds,
+            )
+
+
+def _small_experts() -> Iterator[PublishedRun]:
+    """Models with many small experts.
+
+    * NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md, H100, 25.11 and 26.02: tokens/s per GPU.
+    * DeepSeek-V3: arXiv 2412.19437, section 1: 180,000 hours of an H800 for 10^12 tokens; section 3.1: its layout.
+    """
+    bridge, own = "NVIDIA-NeMo/Megatron-Bridge", "arXiv 2412.19437"
+    h800 = replace(H100, name="H800-SXM", intra_bandwidth=200e9)
+    for source, name, shape, cluster, precision, p, d, e, v, b, samples, rate in (
+        (bridge, "Qwen3 30B-A3B", QWEN3_30B, H100, "fp8", 2, 8, 8, 24, 2, 512, 5275.0),
+        (bridge, "Qwen3 30B-A3B", QWEN3_30B, H100, "fp8", 2, 8, 8, 12, 1, 1024, 5113.0),
+        (bridge, "GPT-OSS 120B", GPT_OSS_120B, H100, "bf16", 4, 16, 8, 1, 4, 512, 5630.0),
+        (bridge, "GPT-OSS 120B", GPT_OSS_120B, H100, "bf16", 4, 16, 8, 1, 1, 1280, 5993.0),
+        (own, "DeepSeek-V3", DEEPSEEK_V3, h800, "fp8", 16, 128, 64, 1, 1, 15360, 1e12 / 180e3 / 3600),
+    ):
+        yield PublishedRun(
+            source=source,
+            name=name,
+            shape=shape,
+            cluster=cluster,
+            recipe=replace(MEGATRON_CORE, precision=precision),
+            global_batch_size=samples,
+            tensor_parallel=1,
+            pipeline_parallel=p,
+            data_parallel=d,
+            expert_parallel=e,
+            micro_batch_size=b,
+            interleave=v,
+            recompute="none",
+            seconds=samples * shape.sequence_length / rate / (p * d),
+            fits=False,
+        )
+
+
+EXPERTS: tuple[PublishedRun, ...] = (*_grok(), *_small_experts())
+"""Mixtures of experts. No constant was fitted to them."""
 
 
 def _fully_sharded() -> Iterator[PublishedRun]:

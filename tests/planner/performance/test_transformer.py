@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.performance.published import GPT_22B, GPT_175B, LLAMA_8B, LLAMA_70B, layouts_of
+from planner.performance.published import GPT_22B, GPT_175B, GPT_OSS_120B, GROK_1, LLAMA_8B, LLAMA_70B, layouts_of
 
 from unicron_lightning.planner.performance import transformer
 from unicron_lightning.planner.performance.description import (
@@ -36,7 +36,7 @@ from unicron_lightning.planner.performance.transformer import (
 TINY = ModelShape(num_layers=6, hidden_size=1024, num_heads=4, sequence_length=512, vocabulary_size=1000)
 MODELS = st.builds(
     TransformerModel,
-    shape=st.sampled_from([TINY, GPT_22B, LLAMA_8B, LLAMA_70B, GPT_175B]),
+    shape=st.sampled_from([TINY, GPT_22B, LLAMA_8B, LLAMA_70B, GPT_175B, GROK_1, GPT_OSS_120B]),
     cluster=st.sampled_from(list(PRESETS.values())),
     recipe=st.sampled_from(list(RECIPES.values())),
     global_batch_size=st.sampled_from([1, 6, 48, 64, 100, 192]),
@@ -60,6 +60,9 @@ def test_an_answer_is_possible_and_consistent(model: TransformerModel, num_worke
     assert shape.num_layers % (best.pipeline_parallel * best.interleave) == 0
     assert shape.num_heads % best.tensor_parallel == 0
     assert best.tensor_parallel <= model.cluster.accelerators_per_node
+    assert shape.sequence_length % best.context_parallel == 0
+    assert max(1, shape.num_experts) % best.expert_parallel == 0
+    assert best.num_workers % best.replica_size == 0
     assert best.interleave == 1 or best.num_micro_batches % best.pipeline_parallel == 0
     samples = best.data_parallel * best.num_micro_batches * best.micro_batch_size
     assert samples >= model.global_batch_size
@@ -95,20 +98,28 @@ def test_idling_is_the_running_maximum(model: TransformerModel) -> None:
 
 
 @pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("recipe", [MEGATRON_2022, MEGATRON_CORE])
-def test_it_is_the_best_of_all_tried_one_by_one(recipe, uneven: bool) -> None:
-    shape, batch, cluster = replace(GPT_22B, num_layers=12), 24, replace(A100, memory_bytes=40 * 10**9)
+@pytest.mark.parametrize(
+    ("recipe", "given"),
+    [
+        (MEGATRON_2022, {}),
+        (MEGATRON_CORE, {}),
+        (MEGATRON_CORE, {"sequence_length": 8192, "num_experts": 4, "experts_per_token": 2, "ffn_size": 8192}),
+    ],
+)
+def test_it_is_the_best_of_all_tried_one_by_one(recipe, given: dict[str, int], uneven: bool) -> None:
+    shape, batch, cluster = replace(GPT_22B, num_layers=12, **given), 24, replace(A100, memory_bytes=40 * 10**9)
     space = SearchSpace(micro_batch_sizes=(1, 2), uneven_shares=uneven)
     model = TransformerModel(
         shape=shape, cluster=cluster, recipe=recipe, global_batch_size=batch, space=space, may_idle=uneven
     )
-    ranges = ((1, 2, 4, 8), (1, 2, 3, 4, 6, 12), range(1, 25), (1, 2), range(1, 13), range(3))
+    extended = ((1, 2), (1, 2, 4)) if given else ((1,), (1,))
+    ranges = ((1, 2, 4, 8), (1, 2, 3, 4, 6, 12), range(1, 25), (1, 2), range(1, 13), range(3), *extended)
     rows = []
-    for t, p, d, b, v, again in itertools.product(*ranges):
+    for t, p, d, b, v, again, c, e in itertools.product(*ranges):
         m = -(-batch // (d * b))
-        divides = d * b <= batch if uneven else batch % (d * b) == 0
+        divides = c * d % e == 0 and (d * b <= batch if uneven else batch % (d * b) == 0)
         if divides and 12 % (p * v) == 0 and (v == 1 or (p > 1 and m % p == 0)):
-            rows.append((t, p, d, b, m, v, again))
+            rows.append((t, p, d, b, m, v, again, c, e))
     layouts = Layouts(**dict(zip((field.name for field in fields(Layouts)), np.array(rows).T, strict=True)))
     fit = worker_bytes(shape, recipe, layouts) <= cluster.usable_bytes
     times = step_seconds(shape, cluster, recipe, layouts).total

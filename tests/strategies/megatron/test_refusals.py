@@ -239,6 +239,17 @@ def test_a_models_shape_is_reported_as_jobs_state_it() -> None:
     assert shape_of(config, nn.Module(), 16) == {}
 
 
+def test_the_shape_of_a_mixture_of_experts_is_reported_too() -> None:
+    model = nn.Module()
+    model.vocab_size = 256
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "kv_channels": 16}
+    moe = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "expert_model_parallel_size": 2}
+    profile = TransformerProfile(**shape_of(Config(**sizes, **moe), model, 16), global_batch_size=8)
+    assert (profile.num_experts, profile.experts_per_token, profile.ffn, profile.expert_parallel) == (8, 2, 64, 2)
+    assert (profile.query_size, profile.kv_size, profile.shared_expert_size) == (64, 64, 0)
+    assert shape_of(Config(**sizes, **moe, moe_layer_freq=2), model, 16) == {}
+
+
 @pytest.mark.parametrize(
     ("name", "gigabytes", "preset"),
     [

@@ -77,6 +77,8 @@ def _task_json(part: TaskPlan, weight: float, placement: Placement) -> dict[str,
             "tensor_parallel": layout.tensor_parallel,
             "pipeline_parallel": layout.pipeline_parallel,
             "data_parallel": layout.data_parallel,
+            "context_parallel": layout.context_parallel,
+            "expert_parallel": layout.expert_parallel,
             "micro_batch_size": layout.micro_batch_size,
         },
         "nodes": placement.of_task(part.name),
@@ -146,8 +148,10 @@ def _row(part: TaskPlan, weight: float, running_seconds: float, placement: Place
 def _layout(layout: ParallelConfiguration | None) -> str:
     if layout is None:
         return ""
-    degrees = (layout.tensor_parallel, layout.pipeline_parallel, layout.data_parallel)
-    return "TP{} PP{} DP{}".format(*degrees) + f" b{layout.micro_batch_size}"
+    degrees = {"TP": layout.tensor_parallel, "PP": layout.pipeline_parallel, "DP": layout.data_parallel}
+    rare = {"CP": layout.context_parallel, "EP": layout.expert_parallel}
+    degrees |= {name: degree for name, degree in rare.items() if degree > 1}
+    return " ".join(f"{name}{degree}" for name, degree in degrees.items()) + f" b{layout.micro_batch_size}"
 
 
 def _rate(gain: float | None, running_seconds: float) -> str:

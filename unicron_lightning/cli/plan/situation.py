@@ -205,7 +205,7 @@ class Situation:
         layout = next(part.configuration for part in plan.tasks if part.name == task)
         config = self.config[task]
         group = config.group_size or (layout.tensor_parallel if layout else 1)
-        replica = config.replica_size or (layout.tensor_parallel * layout.pipeline_parallel if layout else group)
+        replica = config.replica_size or (layout.replica_size if layout else group)
         largest = max((node.num_accelerators for node in self.nodes), default=0)
         return Demand(task=task, num_workers=num_workers, together=replica if replica <= largest else group)
 

@@ -203,8 +203,7 @@ def _of_shape(shape: TransformerProfile, workers: int, most_slots: int) -> Perfo
     from unicron_lightning.planner.performance.transformer import TransformerModel
 
     most = min(workers * most_slots, _MOST_WORKERS)
-    # No strategy has virtual pipeline stages.
-    return _InSlots(TransformerModel.of(shape, interleaves=False, most_workers=most), workers)
+    return _InSlots(TransformerModel.of(shape, ordered=True, most_workers=most), workers)
 
 
 def _points(job: Job | None) -> dict[int, Measurement]:

@@ -14,6 +14,10 @@ operations; only matrix products are counted; attention counts the whole s x s s
 model's FLOPs, which exclude recomputation. Selective recomputation adds its 4 B s^2 h per layer; the formula of
 Korthikanti et al. 2022 (s/(3 h) for s/(6 h)) counts three times as much.
 
+**Experts**: with E experts, of which k compute each token, the feed-forward part of a layer has E times the parameters
+of one, a router (h x E) and k times the FLOPs of one, however the tokens are distributed. A shared expert computes all
+tokens.
+
 **Machines**: the speed of an accelerator and of the network. The presets are the vendor's published figures, all
 without structured sparsity; each names its source. Bandwidths are in one direction, of one accelerator, whereas NVIDIA
 gives the sum of both for NVLink. Two unpublished figures are assumed: latencies, which matter little beside the bytes
@@ -49,14 +53,18 @@ class ModelShape:
         sequence_length: s, in tokens.
         vocabulary_size: V, as padded.
         num_kv_heads: heads of keys and values, a divisor of a; 0 means a (no grouping).
-        ffn_size: width of the feed-forward part; 0 means 4 h.
+        head_size: width of a head; 0 means h / a.
+        ffn_size: width of the feed-forward part, with experts of each expert; 0 means 4 h.
+        num_experts: E, experts of each layer; 0: none.
+        experts_per_token: k, experts that compute each token, at most E.
+        shared_expert_size: width of the expert that computes all tokens; 0: none.
         gated: whether the feed-forward part has a third matrix, as SwiGLU does.
         biases: whether linear layers and norms have biases.
         learned_positions: whether the model has a table of s positions.
         tied_embeddings: whether the output layer is the embedding.
 
     Raises:
-        ValueError: a size is below 1, or a number of heads does not divide.
+        ValueError: a size is below 1, a number of heads does not divide, or the experts of a token are too many.
     """
 
     num_layers: int
@@ -65,7 +73,11 @@ class ModelShape:
     sequence_length: int
     vocabulary_size: int
     num_kv_heads: int = 0
+    head_size: int = 0
     ffn_size: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    shared_expert_size: int = 0
     gated: bool = False
     biases: bool = True
     learned_positions: bool = True
@@ -73,11 +85,21 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_layers", "hidden_size", "num_heads", "sequence_length", "vocabulary_size", least=1)
-        check_numbers(self, "num_kv_heads", "ffn_size", least=0, expected="0 (the default) or more")
-        if self.hidden_size % self.num_heads:
+        optional = ("num_kv_heads", "head_size", "ffn_size", "num_experts", "experts_per_token", "shared_expert_size")
+        check_numbers(self, *optional, least=0, expected="0 (the default) or more")
+        self._check_experts()
+        if not self.head_size and self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads={self.num_heads}: expected a divisor of hidden_size={self.hidden_size}")
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_kv_heads={self.kv_heads}: expected a divisor of num_heads={self.num_heads}")
+
+    def _check_experts(self) -> None:
+        each = f"experts_per_token={self.experts_per_token}"
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(f"{each}: expected 1 to num_experts={self.num_experts}")
+        if not self.num_experts and (self.experts_per_token or self.shared_expert_size):
+            given = each if self.experts_per_token else f"shared_expert_size={self.shared_expert_size}"
+            raise ValueError(f"{given}: expected num_experts above 0 with it")
 
     @property
     def kv_heads(self) -> int:
@@ -92,23 +114,51 @@ class ModelShape:
     @property
     def kv_size(self) -> int:
         """Width of the keys, and of the values: h with a head of each per query head."""
-        return self.hidden_size // self.num_heads * self.kv_heads
+        return (self.head_size or self.hidden_size // self.num_heads) * self.kv_heads
 
     @property
-    def layer_matrix_parameters(self) -> int:
-        """Elements of one layer's matrices: queries, keys, values, output; up, (gate,) down."""
-        attention = 2 * self.hidden_size * (self.hidden_size + self.kv_size)
-        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn
+    def query_size(self) -> int:
+        """Width of the queries, and of the output projection's input: h unless heads have another width."""
+        return self.head_size * self.num_heads or self.hidden_size
+
+    @property
+    def ffn_matrices(self) -> int:
+        """Matrices of a feed-forward part: up, (gate,) down."""
+        return 3 if self.gated else 2
+
+    @property
+    def common_matrix_parameters(self) -> int:
+        """Elements of one layer's matrices that all tokens use: all but those of experts."""
+        attention = 2 * self.hidden_size * (self.query_size + self.kv_size)
+        if not self.num_experts:
+            return attention + self.ffn_matrices * self.hidden_size * self.ffn
+        shared = self.ffn_matrices * self.hidden_size * self.shared_expert_size
+        return attention + shared + self.hidden_size * self.num_experts
+
+    @property
+    def expert_matrix_parameters(self) -> int:
+        """Elements of one expert's matrices, 0 without experts."""
+        return self.ffn_matrices * self.hidden_size * self.ffn if self.num_experts else 0
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one expert of one layer, 0 without experts."""
+        return self.expert_matrix_parameters + (self._ffn_biases if self.num_experts else 0)
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer, biases and its two norms included."""
+        """Parameters of one layer without its experts, biases and its two norms included."""
         vectors = 2 * self.hidden_size  # the norms' scales
         if self.biases:
-            ffn = self.ffn * (2 if self.gated else 1)
-            # Both norms, queries, output, down; keys and values; up (and gate).
-            vectors += 5 * self.hidden_size + 2 * self.kv_size + ffn
-        return self.layer_matrix_parameters + vectors
+            # Both norms; queries, keys, values, output.
+            vectors += 3 * self.hidden_size + self.query_size + 2 * self.kv_size
+            vectors += 0 if self.num_experts else self._ffn_biases
+        return self.common_matrix_parameters + vectors
+
+    @property
+    def _ffn_biases(self) -> int:
+        """Of down, up and gate."""
+        return self.hidden_size + self.ffn * (self.ffn_matrices - 1) if self.biases else 0
 
     @property
     def embedding_parameters(self) -> int:
@@ -124,15 +174,17 @@ class ModelShape:
     def num_parameters(self) -> int:
         """P, without the norm after the last layer, as in the paper."""
         untied = 0 if self.tied_embeddings else self.head_parameters
-        return self.num_layers * self.layer_parameters + self.embedding_parameters + untied
+        layers = self.num_layers * (self.layer_parameters + self.num_experts * self.expert_parameters)
+        return layers + self.embedding_parameters + untied
 
     def layer_matrix_flops(self, num_samples: int) -> int:
         """FLOPs of one layer's matrices, forward, for ``num_samples`` sequences."""
-        return 2 * num_samples * self.sequence_length * self.layer_matrix_parameters
+        used = self.common_matrix_parameters + self.experts_per_token * self.expert_matrix_parameters
+        return 2 * num_samples * self.sequence_length * used
 
     def layer_attention_flops(self, num_samples: int) -> int:
         """FLOPs of one layer's two products of s x s, forward: 4 B s^2 h."""
-        return 4 * num_samples * self.sequence_length**2 * self.hidden_size
+        return 4 * num_samples * self.sequence_length**2 * self.query_size
 
     def head_flops(self, num_samples: int) -> int:
         """FLOPs of the output layer, forward: 2 B s h V."""
@@ -366,6 +418,10 @@ class TransformerProfile(ModelShape):
     """Samples per optimizer step."""
     micro_batch_size: int | None = None
     """Samples in a micro-batch, a divisor of the global batch; default: the fastest one."""
+    context_parallel: int | None = None
+    """CP, a divisor of the sequence's length; default: the fastest one, for a job 1."""
+    expert_parallel: int | None = None
+    """EP, a divisor of the experts; default: the fastest one."""
     accelerator: str | None = None
     """A800, A100, H100 or H200; default in a plan file: that of its cluster."""
     accelerators_per_node: int | None = None
@@ -384,10 +440,17 @@ class TransformerProfile(ModelShape):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_numbers(self, "global_batch_size", "micro_batch_size", "accelerators_per_node", least=1)
+        check_numbers(self, "context_parallel", "expert_parallel", least=1)
         check_numbers(self, "scaling_loss", least=0)
         if self.global_batch_size % (self.micro_batch_size or 1):
             given = f"micro_batch_size={self.micro_batch_size}"
             raise ValueError(f"{given}: expected a divisor of global_batch_size={self.global_batch_size}")
+        if self.sequence_length % (self.context_parallel or 1):
+            given = f"context_parallel={self.context_parallel}"
+            raise ValueError(f"{given}: expected a divisor of sequence_length={self.sequence_length}")
+        if max(1, self.num_experts) % (self.expert_parallel or 1):
+            given = f"expert_parallel={self.expert_parallel}"
+            raise ValueError(f"{given}: expected a divisor of num_experts={self.num_experts}")
         if self.accelerator is not None and self.accelerator not in PRESETS:
             raise ValueError(f"accelerator={self.accelerator!r}: expected one of {', '.join(sorted(PRESETS))}")
         if self.recipe not in RECIPES:

@@ -58,7 +58,9 @@ class ParallelConfiguration:
     Attributes:
         tensor_parallel: workers that share each layer (TP).
         pipeline_parallel: stages that the layers are divided into (PP).
-        data_parallel: copies of the model (DP).
+        data_parallel: copies of the model (DP); with experts, copies of all that is not an expert.
+        context_parallel: workers that share each sequence (CP).
+        expert_parallel: data-parallel workers that share a layer's experts (EP), a divisor of CP x DP.
         micro_batch_size: samples in one micro-batch of one copy.
         num_micro_batches: micro-batches that each copy computes per step (m).
         interleave: groups of layers per stage (v), 1 without the interleaved schedule.
@@ -66,7 +68,7 @@ class ParallelConfiguration:
         memory_bytes: memory needed by the fullest worker, 0 if unknown.
 
     Raises:
-        ValueError: a degree is below 1, or ``recompute`` is unknown.
+        ValueError: a degree is below 1 or does not divide, or ``recompute`` is unknown.
     """
 
     tensor_parallel: int
@@ -77,9 +79,15 @@ class ParallelConfiguration:
     interleave: int = 1
     recompute: str = "none"
     memory_bytes: int = 0
+    context_parallel: int = 1
+    expert_parallel: int = 1
 
     def __post_init__(self) -> None:
         check_numbers(self, "tensor_parallel", "pipeline_parallel", "data_parallel", least=1)
+        check_numbers(self, "context_parallel", "expert_parallel", least=1)
+        if self.context_parallel * self.data_parallel % self.expert_parallel:
+            copies = self.context_parallel * self.data_parallel
+            raise ValueError(f"expert_parallel={self.expert_parallel}: expected a divisor of CP x DP = {copies}")
         check_numbers(self, "micro_batch_size", "num_micro_batches", "interleave", least=1)
         if self.recompute not in ("none", "selective", "full"):
             raise ValueError(f"recompute={self.recompute!r}: expected 'none', 'selective' or 'full'")
@@ -88,8 +96,14 @@ class ParallelConfiguration:
 
     @property
     def num_workers(self) -> int:
-        """Computing workers: TP x PP x DP. Fewer than the task has if it leaves some idle."""
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        """Computing workers: TP x PP x CP x DP. Fewer than the task has if it leaves some idle."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
+
+    @property
+    def replica_size(self) -> int:
+        """Workers of one whole copy of the model: TP x PP x what CP and EP span."""
+        spanned = math.lcm(self.context_parallel, self.expert_parallel)
+        return self.tensor_parallel * self.pipeline_parallel * spanned
 
 
 @runtime_checkable

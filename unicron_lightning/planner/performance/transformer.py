@@ -17,6 +17,10 @@ The first stage keeps p micro-batches of l/p layers, which are l layers for any 
 times as much. Counted tensor by tensor, the terms also hold for grouped keys and values and for gated or other widths
 of the feed-forward part (an extension; the paper has h and 4 h there). Fused attention keeps no s x s tensor.
 
+Context parallelism divides all of these by c, for it divides the tokens. With experts, each token has k times the inner
+tensors of the feed-forward part, and k inputs and outputs of experts, which TP does not divide: expert tensor
+parallelism gathers them.
+
 Communication buffers and fragmentation are not counted; `Cluster.reserved_bytes` covers them. If p does not divide l,
 every stage is counted as the largest one.
 
@@ -38,13 +42,20 @@ A step, with m micro-batches, p stages, v groups per stage and t_stage for one m
 For equal stages this is m t_stage (1 + (p-1)/(m v)): the bubble of Narayanan et al. 2021, section 2.2. The last stage
 also has the output layer. t_data is a ring's all-reduce of the gradients, or a reduce-scatter and an all-gather of the
 weights with the distributed optimizer; with overlap only the part that the last backward (first forward) does not hide.
+The copies of a parameter are c d, of an expert's c d / e: each has a ring of its own.
+
+With experts, one of a layer's two all-reduces over TP is one of k times its size, and each token goes to k experts and
+back, 2 t_alltoall(2 s b h k / (c t) bytes, EP): of e workers at stride t, those of another node get their part over
+the network. The tokens are taken as divided evenly among the experts. With CP, keys and values go round the c workers
+behind the products of the s x s part; the rest that these do not hide is added.
 
 Ignored: stragglers, contention of several jobs in the network, the distance between nodes, start-up costs of kernels,
-products too small to fill the accelerator, loading of data, gradient clipping, context and expert parallelism.
+products too small to fill the accelerator (as those of many small experts), loading of data, gradient clipping.
 
 **The best configuration** for every number of workers at once.
 
-All combinations of TP, PP, interleaving, micro-batch, recomputation and DP that divide evenly are laid out as arrays.
+All combinations of TP, PP, CP, EP, interleaving, micro-batch, recomputation and DP that divide evenly are laid out as
+arrays.
 Combinations that do not fit in memory are dropped, and the fastest is kept for each number of workers. The number of
 combinations depends on the divisors of the model's sizes and of the global batch, not on the size of the cluster.
 
@@ -53,6 +64,8 @@ Candidates:
 * TP divides the heads, the groups of keys and values (or they divide it), the feed-forward width, and the accelerators
   of a node: it never leaves a node.
 * PP divides the layers; v groups per stage divide its layers again, and p then divides m (Narayanan et al. 2021, 2.2).
+* CP is a power of two that leaves each worker 4,096 tokens or more of a sequence.
+* EP divides the experts and CP x DP. Expert tensor parallelism is TP, as Megatron-core has it unless told otherwise.
 * DP x b divides the global batch. With ``uneven_shares`` some copies have one micro-batch less, as with this package's
   strategy; the copies with most micro-batches then determine the duration of the step.
 """
@@ -60,6 +73,7 @@ Candidates:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -100,6 +114,8 @@ class Layouts:
         num_micro_batches: per step, of the copy with most micro-batches, m.
         interleave: groups of layers per stage, v.
         recompute: index into `RECOMPUTE`.
+        context: CP, c.
+        expert: EP, e, a divisor of c d.
     """
 
     tensor: IntArray
@@ -109,11 +125,22 @@ class Layouts:
     num_micro_batches: IntArray
     interleave: IntArray
     recompute: IntArray
+    context: IntArray
+    expert: IntArray
 
     @property
     def num_workers(self) -> IntArray:
-        """TP x PP x DP."""
-        return self.tensor * self.pipeline * self.data
+        """TP x PP x CP x DP."""
+        return self.tensor * self.pipeline * self.copies
+
+    @property
+    def copies(self) -> IntArray:
+        """Copies of a parameter that is not an expert's: CP x DP."""
+        return self.context * self.data
+
+    def tokens(self, shape: ModelShape) -> FloatArray:
+        """Tokens of a micro-batch on one worker: s b / c."""
+        return self.micro_batch * (shape.sequence_length / self.context)
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -133,6 +160,8 @@ class Layouts:
             interleave=int(self.interleave[index]),
             recompute=RECOMPUTE[int(self.recompute[index])],
             memory_bytes=memory_bytes,
+            context_parallel=int(self.context[index]),
+            expert_parallel=int(self.expert[index]),
         )
 
     @staticmethod
@@ -157,7 +186,10 @@ def worker_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> FloatAr
 
 
 def stage_parameters(shape: ModelShape, layouts: Layouts, *, last: bool) -> FloatArray:
-    """Parameters of one worker of the first or last stage. Norms, a thousandth of all parameters, count as divided."""
+    """Parameters of one worker of the first or last stage without experts.
+
+    Norms, a thousandth of all parameters, count as divided.
+    """
     layers = -(-shape.num_layers // layouts.pipeline) * shape.layer_parameters
     untied = 0 if shape.tied_embeddings else shape.head_parameters
     alone = shape.embedding_parameters + untied
@@ -166,31 +198,48 @@ def stage_parameters(shape: ModelShape, layouts: Layouts, *, last: bool) -> Floa
     return (layers + np.where(layouts.pipeline == 1, alone, ends)) / layouts.tensor
 
 
+def expert_parameters(shape: ModelShape, layouts: Layouts) -> FloatArray:
+    """Parameters of the experts of one worker, of its fullest stage."""
+    layers = -(-shape.num_layers // layouts.pipeline) * shape.num_experts * shape.expert_parameters
+    return layers / (layouts.tensor * layouts.expert)
+
+
 def state_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts, *, last: bool) -> FloatArray:
     """Bytes of weights, gradients and optimizer state of one worker of the first stage or of the last."""
-    divided = layouts.data if recipe.distributed_optimizer else np.ones_like(layouts.data)
-    per_parameter = recipe.weight_bytes + recipe.gradient_bytes + recipe.optimizer_bytes / divided
-    return stage_parameters(shape, layouts, last=last) * per_parameter
+    common, experts = _optimizer_bytes(recipe, layouts)
+    kept = recipe.weight_bytes + recipe.gradient_bytes
+    whole = stage_parameters(shape, layouts, last=last) * (kept + common)
+    return whole + expert_parameters(shape, layouts) * (kept + experts)
+
+
+def _optimizer_bytes(recipe: Recipe, layouts: Layouts) -> tuple[FloatArray, FloatArray]:
+    """Bytes of optimizer state on one worker, by parameter: of all but experts, and of experts."""
+    whole = np.full(len(layouts), float(recipe.optimizer_bytes))
+    if not recipe.distributed_optimizer:
+        return whole, whole
+    return whole / layouts.copies, whole / (layouts.copies // layouts.expert)
 
 
 def _core_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> FloatArray:
     """Bytes of one layer's s x s tensors of one micro-batch on one worker: softmax, its mask, and dropout's output."""
-    per_sample = float(shape.num_heads * shape.sequence_length**2)
+    per_token = float(shape.num_heads * shape.sequence_length)
     # Softmax; its mask and the output of dropout, which equals softmax without dropout.
     kept = 2 * recipe.element_bytes + 1 if recipe.dropout else recipe.element_bytes
-    return layouts.micro_batch * per_sample * kept / layouts.tensor
+    return layouts.tokens(shape) * per_token * kept / layouts.tensor
 
 
 def linear_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> FloatArray:
     """Bytes of one layer's other tensors of one micro-batch on one worker: 34 s b h / t in the paper's shape."""
     h, kv, size = shape.hidden_size, shape.kv_size, recipe.element_bytes
-    ffn = shape.ffn * (3 if shape.gated else 2)
+    ffn = shape.ffn_matrices * (shape.ffn * max(1, shape.experts_per_token) + shape.shared_expert_size)
     # Divided by TP: queries, keys, values, the output projection's input; the feed-forward part's inner tensors.
-    inside = size * (h + 2 * kv + h + ffn)
+    inside = size * (2 * shape.query_size + 2 * kv + ffn)
     # Divided only with sequence parallelism: inputs of both norms and of both parts; the two dropout masks.
     outside = size * 4 * h + (2 * h if recipe.dropout else 0)
-    tokens = layouts.micro_batch * shape.sequence_length
-    return tokens * (inside / layouts.tensor + outside / (layouts.tensor if recipe.sequence_parallel else 1))
+    # Never divided: inputs and outputs of a token's experts.
+    undivided = size * 2 * h * shape.experts_per_token
+    divided = inside / layouts.tensor + outside / (layouts.tensor if recipe.sequence_parallel else 1)
+    return layouts.tokens(shape) * (divided + undivided)
 
 
 def layer_activation_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> FloatArray:
@@ -209,7 +258,7 @@ def first_stage_activation_bytes(shape: ModelShape, recipe: Recipe, layouts: Lay
     layers = -(-shape.num_layers // p)
     under_way = np.minimum(p, layouts.num_micro_batches) * np.where(v > 1, 1 + (p - 1) / (p * v), 1.0)
     # The embedding's dropout mask; and, if this is the last stage too, the tensors for the loss.
-    masks = layouts.micro_batch * shape.sequence_length * shape.hidden_size * under_way / t * recipe.dropout
+    masks = layouts.tokens(shape) * shape.hidden_size * under_way / t * recipe.dropout
     loss = np.where(p == 1, _loss_bytes(shape, recipe, layouts), 0.0)
     kept = layer_activation_bytes(shape, recipe, layouts) * layers * under_way
     result: FloatArray = kept + masks + loss + _working_bytes(shape, recipe, layouts)
@@ -225,8 +274,7 @@ def _last_stage_activation_bytes(shape: ModelShape, recipe: Recipe, layouts: Lay
 
 def _boundary_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> FloatArray:
     """A layer's input, which full recomputation keeps: 2 s b h."""
-    per_sample = float(recipe.element_bytes * shape.sequence_length * shape.hidden_size)
-    return layouts.micro_batch.astype(np.float64) * per_sample
+    return layouts.tokens(shape) * float(recipe.element_bytes * shape.hidden_size)
 
 
 def _working_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> FloatArray:
@@ -240,7 +288,7 @@ def _working_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> Float
 def _loss_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> FloatArray:
     """Inputs of the last norm and of the output layer, and its result in fp32: (4 s b h + 4 s b V) / t."""
     per_token = 2 * recipe.element_bytes * shape.hidden_size + 4 * shape.vocabulary_size
-    return layouts.micro_batch * shape.sequence_length * per_token / layouts.tensor
+    return layouts.tokens(shape) * per_token / layouts.tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,22 +316,29 @@ class StepSeconds:
 def layer_seconds(
     shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts
 ) -> tuple[FloatArray, FloatArray]:
-    """Seconds of one layer's forward and backward pass for one micro-batch, on each of the TP workers that share it.
+    """Seconds of one layer's forward and backward pass for one micro-batch, on each of the workers that share it.
 
     They include communication, and the backward pass includes recomputation.
     """
     speed = recipe.efficiency.matmul * cluster.peak(recipe.precision)
     memory_speed = recipe.efficiency.memory * cluster.memory_bandwidth
-    matrices = shape.layer_matrix_flops(1) * layouts.micro_batch / layouts.tensor / speed
+    shares = layouts.micro_batch / (layouts.tensor * layouts.context)
+    matrices = shape.layer_matrix_flops(1) * shares / speed
     core_speed = recipe.efficiency.matmul * cluster.peak(recipe.attention_precision)
-    core = shape.layer_attention_flops(1) * layouts.micro_batch / layouts.tensor / core_speed
+    core = shape.layer_attention_flops(1) * shares / core_speed
     rest = 2 * linear_bytes(shape, recipe, layouts) / memory_speed
     if recipe.fused_attention:
         core_forward, core_backward = core / 2, core / 2 * 2.5
     else:
         core_rest = 2 * _core_bytes(shape, recipe, layouts) / memory_speed
         core_forward, core_backward = core + core_rest, 2 * core + core_rest
-    reduction = 2 * _tensor_seconds(shape, cluster, recipe, layouts)
+    # Keys and values go round behind the products; in the backward pass their gradients, too.
+    round_trip = _context_seconds(shape, cluster, recipe, layouts)
+    core_forward = np.maximum(core_forward, round_trip)
+    core_backward = np.maximum(core_backward, 2 * round_trip)
+    reduction = (1 + max(1, shape.experts_per_token)) * _tensor_seconds(shape, cluster, recipe, layouts)
+    if shape.num_experts:
+        reduction = reduction + 2 * _expert_seconds(shape, cluster, recipe, layouts)
     forward = matrices + core_forward + rest + reduction
     again = np.where(layouts.recompute == _FULL, forward, np.where(layouts.recompute == _SELECTIVE, core_forward, 0.0))
     return forward, 2 * matrices + core_backward + rest + reduction + again
@@ -313,8 +368,31 @@ def _tensor_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layout
     within = t <= cluster.accelerators_per_node
     bandwidth = np.where(within, cluster.intra_bandwidth, cluster.inter_bandwidth) * recipe.efficiency.network
     latency = np.where(within, cluster.intra_latency_seconds, cluster.inter_latency_seconds)
-    size = recipe.element_bytes * layouts.micro_batch * shape.sequence_length * shape.hidden_size
+    size = recipe.element_bytes * layouts.tokens(shape) * shape.hidden_size
     seconds: FloatArray = 2 * (t - 1) / t * size / bandwidth + np.where(t > 1, 2 * np.ceil(np.log2(t)) * latency, 0.0)
+    return seconds
+
+
+def _expert_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts) -> FloatArray:
+    """The tokens of a micro-batch on their way to their experts, or back: an all-to-all over EP."""
+    e, t = layouts.expert, layouts.tensor
+    near = np.minimum(e, np.maximum(1, cluster.accelerators_per_node // t))
+    size = recipe.element_bytes * layouts.tokens(shape) * shape.hidden_size * shape.experts_per_token / t
+    network = recipe.efficiency.network
+    within = (near - 1) / e * size / (cluster.intra_bandwidth * network)
+    across = (e - near) / e * size / (cluster.inter_bandwidth * network)
+    latency = np.where(near < e, cluster.inter_latency_seconds, cluster.intra_latency_seconds)
+    return np.maximum(within, across) + np.where(e > 1, np.ceil(np.log2(e)) * latency, 0.0)
+
+
+def _context_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts) -> FloatArray:
+    """Keys and values of a micro-batch on their way round the CP workers that share its sequences."""
+    c, t = layouts.context, layouts.tensor
+    within = c * t <= cluster.accelerators_per_node
+    bandwidth = np.where(within, cluster.intra_bandwidth, cluster.inter_bandwidth) * recipe.efficiency.network
+    latency = np.where(within, cluster.intra_latency_seconds, cluster.inter_latency_seconds)
+    size = recipe.element_bytes * layouts.tokens(shape) * 2 * shape.kv_size / t
+    seconds: FloatArray = (c - 1) * (size / bandwidth + latency)
     return seconds
 
 
@@ -324,26 +402,27 @@ def _head_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts:
     per_sample = 3 * shape.head_flops(1) / speed
     written = 4.0 * shape.sequence_length * shape.vocabulary_size
     per_sample += 4 * written / (recipe.efficiency.memory * cluster.memory_bandwidth)
-    return layouts.micro_batch * per_sample / layouts.tensor
+    return layouts.micro_batch * per_sample / (layouts.tensor * layouts.context)
 
 
 def _pipeline_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts) -> FloatArray:
     """Sending one micro-batch to the next stage and its gradient back, v times; each TP worker sends its part."""
-    within = layouts.tensor * layouts.data * 2 <= cluster.accelerators_per_node
+    within = layouts.tensor * layouts.copies * 2 <= cluster.accelerators_per_node
     bandwidth = np.where(within, cluster.intra_bandwidth, cluster.inter_bandwidth) * recipe.efficiency.network
     latency = np.where(within, cluster.intra_latency_seconds, cluster.inter_latency_seconds)
-    size = recipe.element_bytes * layouts.micro_batch * shape.sequence_length * shape.hidden_size / layouts.tensor
+    size = recipe.element_bytes * layouts.tokens(shape) * shape.hidden_size / layouts.tensor
     seconds = 2 * layouts.interleave * (size / bandwidth + latency)
     return np.where(layouts.pipeline > 1, seconds, 0.0)
 
 
-def _data_bandwidth(cluster: Hardware, layouts: Layouts) -> tuple[FloatArray, FloatArray]:
-    """Bytes/s of a data-parallel ring and its latency: TP's members are neighbours, then DP's, then PP's.
+def _ring(cluster: Hardware, neighbours: IntArray, members: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Bytes/s of a data-parallel ring and its latency, whose members are ``neighbours`` workers apart.
 
-    A node's adapters are shared by the rings that leave it; a ring has as many shares as it has members on the node.
+    TP's members are neighbours, then EP's, then DP's, then PP's. A node's adapters are shared by the rings that leave
+    it; a ring has as many shares as it has members on the node.
     """
-    on_node = np.clip(cluster.accelerators_per_node // layouts.tensor, 1, None)
-    within = layouts.data <= on_node
+    on_node = np.clip(cluster.accelerators_per_node // neighbours, 1, None)
+    within = members <= on_node
     across = np.minimum(cluster.intra_bandwidth, cluster.inter_bandwidth * on_node)
     latency = np.where(within, cluster.intra_latency_seconds, cluster.inter_latency_seconds)
     return np.where(within, cluster.intra_bandwidth, across), latency
@@ -358,11 +437,12 @@ def _data_seconds(
     last_backward: FloatArray,
 ) -> FloatArray:
     """Data-parallel communication of a step that is not hidden behind computation."""
-    d = layouts.data
-    link, latency = _data_bandwidth(cluster, layouts)
     parameters = np.maximum(stage_parameters(shape, layouts, last=False), stage_parameters(shape, layouts, last=True))
-    pass_seconds = (d - 1) / d * parameters / (link * recipe.efficiency.network)
-    hops = np.ceil(np.log2(d)) * latency
+    pass_seconds, hops = _ring_seconds(cluster, recipe, layouts.tensor, layouts.copies, parameters)
+    if shape.num_experts:
+        apart, copies = layouts.tensor * layouts.expert, layouts.copies // layouts.expert
+        theirs = _ring_seconds(cluster, recipe, apart, copies, expert_parameters(shape, layouts))
+        pass_seconds, hops = pass_seconds + theirs[0], hops + theirs[1]
     reduce = pass_seconds * recipe.gradient_bytes + hops
     gather = pass_seconds * (recipe.weight_bytes if recipe.distributed_optimizer else recipe.gradient_bytes) + hops
     if not recipe.overlap_gradients:
@@ -372,12 +452,21 @@ def _data_seconds(
     return np.maximum(reduce - last_backward, 0.0) + np.maximum(gather - first_forward, 0.0)
 
 
+def _ring_seconds(
+    cluster: Hardware, recipe: Recipe, neighbours: IntArray, members: IntArray, parameters: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds for each byte of the parameters in a reduce-scatter or an all-gather, and those of its latencies."""
+    link, latency = _ring(cluster, neighbours, members)
+    pass_seconds = (members - 1) / members * parameters / (link * recipe.efficiency.network)
+    return pass_seconds, np.ceil(np.log2(members)) * latency
+
+
 def _optimizer_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts) -> FloatArray:
     """The update: its state, the gradients and the weights read and written once."""
-    divided: IntArray = layouts.data if recipe.distributed_optimizer else np.ones_like(layouts.data)
-    bytes_moved = 2 * (recipe.weight_bytes + recipe.gradient_bytes + recipe.optimizer_bytes) / divided
-    bandwidth = recipe.efficiency.memory * cluster.memory_bandwidth
-    return stage_parameters(shape, layouts, last=False) * bytes_moved / bandwidth
+    moved = 2 * (recipe.weight_bytes + recipe.gradient_bytes + recipe.optimizer_bytes)
+    copies = layouts.copies if recipe.distributed_optimizer else layouts.expert
+    parts = stage_parameters(shape, layouts, last=False) + expert_parameters(shape, layouts) * layouts.expert
+    return parts * moved / copies / (recipe.efficiency.memory * cluster.memory_bandwidth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,6 +478,8 @@ class SearchSpace:
         recompute: some of ``none``, ``selective``, ``full``.
         uneven_shares: whether DP need not divide the global batch.
         interleaves: whether a stage may have several groups of layers (v > 1).
+        contexts: degrees of CP; None: all that leave enough of a sequence.
+        experts: degrees of EP; None: all that divide.
         most_workers: most computing workers; None: as many as the batch can use.
 
     Raises:
@@ -399,6 +490,8 @@ class SearchSpace:
     recompute: tuple[str, ...] = RECOMPUTE
     uneven_shares: bool = False
     interleaves: bool = True
+    contexts: tuple[int, ...] | None = None
+    experts: tuple[int, ...] | None = None
     most_workers: int | None = None
 
     def __post_init__(self) -> None:
@@ -431,8 +524,8 @@ def search(
 ) -> _BestConfigurations:
     """Find the best configurations of a task, over all numbers of workers.
 
-    Among equally fast ones the order of the search decides: less PP, less TP, less interleaving, less recomputation,
-    larger micro-batches (fewer kernels, which the formulas do not charge for).
+    Among equally fast ones the order of the search decides: less PP, less TP, CP and EP, less interleaving, less
+    recomputation, larger micro-batches (fewer kernels, which the formulas do not charge for).
     """
     parts: list[tuple[Layouts, FloatArray, FloatArray]] = []
     for layouts in _candidates(shape, cluster, recipe, space, global_batch_size):
@@ -464,7 +557,14 @@ def _candidates(
     shape: ModelShape, cluster: Hardware, recipe: Recipe, space: SearchSpace, global_batch_size: int
 ) -> Iterator[Layouts]:
     """Candidates, one PP at a time to bound the memory of the arrays."""
-    batches = np.array(list(_batches(space, global_batch_size)), dtype=np.int64).reshape(-1, 3)
+    contexts = space.contexts or _context_degrees(shape)
+    experts = space.experts or _divisors(max(1, shape.num_experts))
+    shares = (
+        (c, e, *batch)
+        for c, e, batch in itertools.product(contexts, experts, list(_batches(space, global_batch_size)))
+        if c * batch[1] % e == 0
+    )
+    batches = np.array(list(shares), dtype=np.int64).reshape(-1, 5)
     # Fused attention never keeps the tensors that `selective` would recompute, which makes it equal to `none`.
     skipped = "selective" if recipe.fused_attention and "none" in space.recompute else ""
     choices = [choice for choice in RECOMPUTE if choice in space.recompute and choice != skipped]
@@ -476,7 +576,7 @@ def _candidates(
         interleave = np.array(groups, dtype=np.int64)
         grid = np.meshgrid(tensor, interleave, recompute, np.arange(len(batches)), indexing="ij")
         t, v, again, batch = (axis.ravel() for axis in grid)
-        b, d, m = batches[batch].T
+        c, e, b, d, m = batches[batch].T
         yield Layouts(
             tensor=t,
             pipeline=np.full_like(t, p),
@@ -485,7 +585,9 @@ def _candidates(
             num_micro_batches=m,
             interleave=v,
             recompute=again,
-        ).at(((v == 1) | (m % p == 0)) & (t * p * d <= most))
+            context=c,
+            expert=e,
+        ).at(((v == 1) | (m % p == 0)) & (t * p * c * d <= most))
 
 
 def _tensor_degrees(shape: ModelShape, cluster: Hardware) -> list[int]:
@@ -495,6 +597,15 @@ def _tensor_degrees(shape: ModelShape, cluster: Hardware) -> list[int]:
         for t in _divisors(cluster.accelerators_per_node)
         if shape.num_heads % t == 0 and shape.ffn % t == 0 and (kv % t == 0 or t % kv == 0)
     ]
+
+
+_LEAST_TOKENS = 4096
+"""Tokens of a sequence that a worker has at least under context parallelism; fewer are not worth the way round."""
+
+
+def _context_degrees(shape: ModelShape) -> list[int]:
+    most = max(1, shape.sequence_length // _LEAST_TOKENS)
+    return [degree for degree in (1, 2, 4, 8, 16, 32) if degree <= most and shape.sequence_length % degree == 0]
 
 
 def _batches(space: SearchSpace, global_batch_size: int) -> Iterator[tuple[int, int, int]]:
@@ -518,6 +629,8 @@ def _divisors(number: int) -> list[int]:
 # up (benchmarks/planner_model.py prints them). With the published configurations it is 0.07: most of the error is the
 # choice of a better configuration than was run, and software that is older than the recipe.
 RELATIVE_ERROR = 0.27
+# The same with experts, with the published configurations: 0.18 for eight large experts, 0.57 for many small ones.
+EXPERTS_ERROR = 0.41
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -561,7 +674,7 @@ class TransformerModel:
         *,
         accelerator: str = "",
         accelerators_per_node: int = 8,
-        interleaves: bool = True,
+        ordered: bool = False,
         most_workers: int | None = None,
     ) -> TransformerModel:
         """Make the model of a user's profile.
@@ -570,11 +683,19 @@ class TransformerModel:
             profile: the description.
             accelerator: a key of `PRESETS`, unless the profile names one.
             accelerators_per_node: g, unless the profile states it.
-            interleaves: as in `SearchSpace`.
+            ordered: whether to keep to layouts that the coordinator can order: without interleaved stages, and with CP
+                only as the profile states it.
             most_workers: as in `SearchSpace`.
         """
         hardware = PRESETS[profile.accelerator or accelerator]
-        space = SearchSpace(uneven_shares=profile.uneven_shares, interleaves=interleaves, most_workers=most_workers)
+        context, expert = profile.context_parallel or (1 if ordered else None), profile.expert_parallel
+        space = SearchSpace(
+            uneven_shares=profile.uneven_shares,
+            interleaves=not ordered,
+            contexts=None if context is None else (context,),
+            experts=None if expert is None else (expert,),
+            most_workers=most_workers,
+        )
         if profile.micro_batch_size is not None:
             space = dataclasses.replace(space, micro_batch_sizes=(profile.micro_batch_size,))
         return cls(
@@ -604,7 +725,7 @@ class TransformerModel:
 
     def uncertainty(self, num_workers: int) -> float:
         check_num_workers(num_workers)
-        return RELATIVE_ERROR
+        return EXPERTS_ERROR if self.shape.num_experts else RELATIVE_ERROR
 
     @property
     def counts(self) -> tuple[int, ...]:
