@@ -200,6 +200,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         **lightning: Any,
     ) -> None:
         super().__init__(**lightning)
+        if reproducible and not compare:
+            raise ConfigError("reproducible=True with compare=False: workers of different kinds would not be found")
         self.reproducible = reproducible
         self.witness = Witness(witness_every, compare=compare)
         self._kernels: tuple[bool, ...] | None = None
@@ -421,7 +423,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         if self.reproducible:
             say(self.trainer, announced(self.root_device, self.parallelism.size))
         if self.witness.every:
-            say(self.trainer, self.witness.announced(self.engine.world.size))
+            workers = self.parallelism.size * self.parallelism.shards
+            say(self.trainer, self.witness.announced(self.engine.world.size, workers))
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

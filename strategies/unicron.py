@@ -306,8 +306,6 @@ class UnicronStrategy(FaultTolerantStrategy):
         )
         if bucket_mib <= 0:
             raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
-        if reproducible and not compare:
-            raise ConfigError("reproducible=True with compare=False: workers of different kinds would not be found")
         divergence = Divergence(digest_every, on_divergence)
         options = (int(bucket_mib * _MIB), divergence)
         steps = WholeModelSteps(self, *options, overlap=overlap, reproducible=reproducible)

@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from unicron_lightning.data.loader import BatchRows, GlobalBatch
 from unicron_lightning.data.seeding import place_seed, seed_all
@@ -63,6 +64,10 @@ class ShardedSteps(StepRunner):
         if self._parallel.strategy.reproducible:
             check_norms(module)
 
+    def check_data(self, loader: DataLoader[Any]) -> None:
+        """See `Witness.check_data`."""
+        self._parallel.strategy.witness.check_data(loader.dataset)
+
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
         strategy, member, effects = self._parallel.strategy, self._parallel.member, self._effects
         assert effects is not None
@@ -70,8 +75,10 @@ class ShardedSteps(StepRunner):
         rows = StepRows(batch, self._parallel.holder.part, effects, *options, anew=batch.step == 0)
         batches = MicroBatches(strategy, batch, rows.add, effects, takes_index=bool(where))
         digest = self.divergence.shard_digest(strategy.engine, member.model.shard)
-        call = partial(rows.call, batches.run)
-        operation = ReplicaStep(rows.numbers, member.model, member.fabric, call, rows.sums, self.balance, digest)
+        repeat = self._parallel.holder.released(partial(rows.repeat, batches.repeat))
+        witness = rows.witness = strategy.witness.of_step(strategy.engine.step, member.model.gradients, repeat)
+        rest = (partial(rows.call, batches.run), rows.sums, self.balance, digest, witness)
+        operation = ReplicaStep(rows.numbers, member.model, member.fabric, *rest)
         member.model.loaded = rows.renew
         self._commit(strategy.engine, operation)
         assert operation.sums is not None

@@ -41,6 +41,9 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
             ``accelerator="cpu"``, and without effect on a ``configure_model`` that shards.
         reproducible: the same bits for any failures, joins and stragglers, and any number of replicas of the same size;
             see `UnicronStrategy`.
+        compare: workers are compared when the task begins and at each join; see `UnicronStrategy`.
+        witness_every: k: in every k-th step each replica repeats a row of another one, and their gradients' bits are
+            compared before the reduction; see `UnicronStrategy`.
         digest_every, on_divergence: comparison of the replicas' parameters, shard by shard; see `UnicronStrategy`.
 
     Raises:
@@ -64,8 +67,15 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         digest_every: int = 100,
         on_divergence: OnDivergence = "heal",
         reproducible: bool = False,
+        compare: bool = True,
+        witness_every: int | None = None,
     ) -> None:
-        super().__init__(num_micro_batches=num_micro_batches, compare=False, reproducible=reproducible)
+        super().__init__(
+            num_micro_batches=num_micro_batches,
+            compare=compare,
+            reproducible=reproducible,
+            witness_every=witness_every,
+        )
         if shard_size is not None and shard_size < 1:
             raise ConfigError(f"shard_size={shard_size!r}: expected 1 or more, or None for the devices of a node")
         if tensor_parallel_size < 1:

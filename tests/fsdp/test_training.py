@@ -98,6 +98,36 @@ def test_kills_heal_with_groups_like_those_of_nccl(tmp_path: Path) -> None:
     check(tmp_path, settings, 4)
 
 
+WITNESSED = {"options": {"witness_every": 2, "digest_every": 0}, "dropout": 0.1, "reference": "unicron"}
+
+
+def test_a_replica_whose_results_are_wrong_is_found_and_leaves_nothing_in_the_parameters(tmp_path: Path) -> None:
+    """The nodes of both of its workers are cordoned; the other replica ends as one process does."""
+    settings = {**WITNESSED, "steps": 10, "full": 2, "slow": 0.0, "flips": [1, 6]}
+    with Cluster(tmp_path, script=SCRIPT, settings=settings, agents=4, nodes="2:4") as cluster:
+        cluster.wait_end(300)
+        suspects = [each["details"]["suspect"] for each in cluster.events("error_reported") if each["details"]]
+        cordoned = {each["node"] for each in cluster.events("node_cordoned")}
+    wrong = {note["node"] for note in notes(tmp_path, "step") if note["replica"] == 1}
+    assert len(wrong) == 2 and cordoned == wrong == {each["node"] for each in suspects}
+    assert {(each["step"], each["last_right"]) for each in suspects} == {(6, 4)}
+    assert "witness_every=2: one replica has no witness" in "".join(path.read_text() for path in tmp_path.glob("*.log"))
+    check(tmp_path, settings, 2)
+
+
+@pytest.mark.parametrize(
+    "slices",
+    [1, pytest.param(2, marks=pytest.mark.chaos)],
+)
+def test_repetitions_leave_no_trace_through_kills(tmp_path: Path, slices: int) -> None:
+    """Workers die before, in and after the comparison; nobody is blamed."""
+    schedule = [die("forward", 0, 1), die("compared", 1, 0), die("reduce", 1, 1), die("commit", 0, 0)]
+    settings = {**WITNESSED, "steps": 12, "full": 4 * slices, "slices": slices}
+    run(tmp_path, settings, schedule, 4 * slices + 1, f"{2 * slices}:{4 * slices}")
+    assert [note["point"] for note in notes(tmp_path, "fault")] == [fault["point"] for fault in schedule]
+    check(tmp_path, settings, 4 * slices)
+
+
 @pytest.mark.chaos
 def test_compiled_blocks_and_gradients_clipped_by_value(tmp_path: Path) -> None:
     schedule = [die("backward", 1, 0), die("reduce-scatter", 0, 1)]

@@ -59,6 +59,7 @@ SETTINGS: dict[str, Any] = {
     "drag": [0, 0.0],  # a replica, additional seconds of its micro-batches, and perhaps only one of its shards
     "precision": None,  # of the trainer
     "accelerator": "cpu",
+    "flips": None,  # [replica, step from 1]: from then on its first block's outputs are wrong, in other ways each time
     "stand_in": False,  # groups that behave as NCCL's do, on the CPU
     "dtype": "float64",  # Adam amplifies the rounding of gradients that are nearly zero
 }
@@ -121,6 +122,7 @@ class Model(pl.LightningModule):
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()
         self.settings = settings
+        self.flips = 0
         torch.manual_seed(7)
         self.net = Network(32, settings["dropout"], tied=settings["tied"])
         for each in self.net.parameters() if settings["muon"] else ():
@@ -128,6 +130,17 @@ class Model(pl.LightningModule):
         if settings["compile"]:
             for block in self.net.blocks:
                 block.compile(backend=settings["compile"])
+        if settings["flips"]:
+            self.net.blocks[0].mlp.register_forward_hook(self._flip)
+
+    def _flip(self, _module: nn.Module, _given: Any, found: Tensor) -> Tensor | None:
+        """Change the output of a replica from a step on, each time in another way."""
+        replica, step = self.settings["flips"]
+        fabric = getattr(self.trainer.strategy, "fabric", None)
+        if fabric is None or fabric.place.replica != replica or self.trainer.global_step + 1 < step:
+            return None
+        self.flips += 1
+        return found * (1.0 + 0.5 ** (10 + self.flips % 30))
 
     def configure_model(self) -> None:
         if self.settings["configures"] and self.device_mesh is not None:

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,17 +103,51 @@ def test_a_replica_has_the_runs_of_all_its_workers() -> None:
         (["ab", "ef"], 1, 10),
         (["ab", "cx"], 0, None),  # a worker that was a spare has no plan
         (["ab", "cx"], 1, None),
+        (["ab", "cf"], 1, None),  # nor have workers of two replicas one together
     ],
 )
 def test_what_a_replica_repeats_after_a_failure(holders: list[str], rank: int, repeated: int | None) -> None:
-    planned = ["ab", "cd", "ef"]
-    step = WitnessedStep(Witness(1, compare=True), 1, gradients(net()), lambda row: None)
-    own = planned.index(holders[rank].replace("x", "d"))
-    step.plan(own, 3, lambda place: [10 + place])
-    step.enter(planned, own)
-    if holders != planned:
-        step.enter(holders, rank)
-    assert step._other == repeated
+    """All of its workers the same, whichever of them has come how far."""
+    begun, repetitions = ["ab", "cd", "ef"], []
+    steps = {
+        worker: WitnessedStep(Witness(1, compare=True), 1, gradients(net()), repetitions.append) for worker in "abcdefx"
+    }
+    for place, replica in enumerate(begun):
+        for worker in replica:
+            steps[worker].plan_together(begun, place, lambda place: [10 + place], [None, None])
+    reports = [steps[worker].report() if worker != "x" else None for worker in holders[rank]]
+    for worker in holders[rank]:
+        steps[worker].plan_together(holders, rank, lambda place: [20 + place], reports)
+    assert [steps[worker]._other for worker in holders[rank]] == [repeated, repeated]
+
+
+@pytest.mark.parametrize("done", [(), (0,), (1,), (0, 1)])
+def test_a_row_is_repeated_again_unless_all_of_a_replica_have_repeated_it(done: tuple[int, ...]) -> None:
+    """A cut may meet a worker behind its last exchange with its partners, and the partners before theirs."""
+    rows: list[int] = []
+    steps = [WitnessedStep(Witness(1, compare=True), 1, gradients(net()), rows.append) for _ in range(2)]
+    engine = SimpleNamespace(check=lambda: None, activity=SimpleNamespace(computed=lambda: None))
+    for step in steps:
+        step.plan_together(["ab", "cd"], 0, lambda place: [10 + place], [None, None])
+    for place in done:
+        steps[place].repeat(engine)  # type: ignore[arg-type]
+    assert rows == [11] * len(done)
+    reports = [step.report() for step in steps]
+    for step in steps:
+        step.plan_together(["ab", "cd"], 0, lambda place: [20 + place], reports)
+        step.repeat(engine)  # type: ignore[arg-type]
+    assert rows == [11] * len(done) + ([] if len(done) == 2 else [11, 11])
+
+
+def test_workers_that_met_a_failure_before_and_in_a_step_repeat_nothing() -> None:
+    """One has planned for a world that its partner has not seen; in no further attempt do they plan."""
+    steps = [WitnessedStep(Witness(1, compare=True), 1, gradients(net()), lambda row: None) for _ in range(2)]
+    steps[0].plan_together(["ab", "cd", "ef"], 0, lambda place: [10 + place], [None, None])
+    for _ in range(2):
+        reports = [step.report() if step._planned is not None else None for step in steps]
+        for step in steps:
+            step.plan_together(["ab", "cd"], 0, lambda place: [20 + place], reports)
+        assert [(step.own, step._other) for step in steps] == [(None, None)] * 2
 
 
 def test_micro_batches_in_doubt() -> None:

@@ -119,10 +119,11 @@ class ReplicaStep(Step[SumsT]):
         declared, shard = self._fabric.declared, self._fabric.own_shard
         plan = plan_calls(self.micro_batches, declared, replicas, place.replica, counts, shard)
         self._plan = plan
-        if self._witness is not None and not self._again and place.replica is not None:
+        if self._witness is not None and place.replica is not None:
             shares = shares_of(self.micro_batches, declared, counts if len(replicas) == declared else None)
             shares += [[] for _ in replicas[len(shares) :]]
-            self._witness.plan(place.replica, len(replicas), lambda other: shares[other])
+            own = [reports.members[member] for member in place.layout.replicas[place.replica].members]
+            self._witness.plan_together(place.replicas, place.replica, lambda other: shares[other], own)
         if not plan.complete or place.replica is None:
             self._state = OPEN
             if self._again:
@@ -166,7 +167,8 @@ class ReplicaStep(Step[SumsT]):
         if state != OPEN and (self.sums is None or self.sums.read(self._totals)):
             state = OPEN  # lost micro-batches are needed for more than their sums
         calls = [list(call) for call in self._calls]
-        return {"calls": calls, "began": self._began, "buckets": self._model.gradients.reduced, "state": state}
+        known = {} if self._witness is None else self._witness.report()
+        return {"calls": calls, "began": self._began, "buckets": self._model.gradients.reduced, "state": state, **known}
 
     def _compute(self, engine: Engine, plan: CallPlan) -> None:
         fabric, model = self._fabric, self._model
@@ -182,10 +184,6 @@ class ReplicaStep(Step[SumsT]):
             fabric.arrive(self._device)
             self._calls.append(call)
         if self._witness is not None and not plan.complete:
-            workers, place = engine.world.workers, fabric.place
-            assert place is not None
-            holders = [tuple(workers[rank] for rank in each.members) for each in place.layout.replicas]
-            self._witness.enter(holders, place.replica)
             self._witness.repeat(engine)
         engine.activity.enter("reduce")
         fabric.phase = "reducing"

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -37,10 +37,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from unicron_lightning.errors import ConfigError, SilentCorruption, UnicronError
-from unicron_lightning.worker.agreement import StateDigest, parts_of
+from unicron_lightning.worker.agreement import StateDigest, part_of, parts_of
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, EpochChanged
 from unicron_lightning.worker.reproducible import conditions
+from unicron_lightning.worker.rows import Report
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +218,10 @@ class WitnessedStep:
         """Given a place in ``_holders``, returns which of its micro-batches another one repeats."""
         self._holders: Sequence[Sequence[str]] = ()
         """The workers of each rank for which the step was planned."""
+        self._planned: int | None = None
+        """The plan of a replica, as its workers compare it after a failure; None: there is none yet."""
+        self._repeated: Container[int] = self._runs
+        """Micro-batches that need no repetition; of a replica those that all of its workers have repeated."""
         self._error: UnicronError | None = None
         self._among: Sequence[str] = ()
         """The workers that know the verdict; those that have to end by it have ``_error``."""
@@ -241,18 +246,51 @@ class WitnessedStep:
         self._owned, self._holders = owned, ()
         self.own, self._other = owned(rank), owned((rank + 1 + shift) % ranks)
 
-    def enter(self, holders: Sequence[Sequence[str]], rank: int | None) -> None:
+    def plan_together(
+        self,
+        holders: Sequence[Sequence[str]],
+        place: int,
+        share: Callable[[int], Sequence[int]],
+        reports: Sequence[Report | None],
+    ) -> None:
+        """Plan an attempt of a replica, whose workers all come to the same plan.
+
+        A failure may have met them at different points of the step, and at the end of the one before. So nothing here
+        follows from what this worker alone has done.
+
+        Args:
+            holders: the workers of each replica.
+            place: of this worker's replica.
+            share: returns the rows of a replica.
+            reports: of this replica's workers, see `report`; None of one that has not begun the step.
+        """
+        planned = {None if each is None else each.get("planned") for each in reports}
+        done = [set() if each is None else {*each.get("repeated", ())} for each in reports]
+        self._repeated = set.intersection(*done) if done else set()
+        if planned == {None}:
+            self.plan(place, len(holders), share)
+            self._holders, self._planned = holders, part_of(holders)
+        elif len(planned) > 1 or self._owned is None:
+            self.own, self._other, self._owned = None, None, None
+            self._planned = 0  # of all: none of them repeats a row in this step
+        else:
+            self.enter(holders, place)
+
+    def report(self) -> Report:
+        """Return what this worker's partners have to know after a failure."""
+        return {"planned": self._planned, "repeated": sorted(self._runs)}
+
+    def enter(self, holders: Sequence[Sequence[str]], rank: int) -> None:
         """Begin an attempt of what is planned; after a death each rank repeats that of the next present one.
 
         Args:
             holders: the workers of each rank.
-            rank: of this worker; None: of no replica.
+            rank: of this worker.
         """
-        if rank is None or self._owned is None or not self._holders:
+        if self._owned is None or not self._holders:
             self._holders = holders
         elif self._holders != holders and len(holders) > 1:
             following = holders[(rank + 1) % len(holders)]
-            # A worker that was a spare has not planned: its partners repeat nothing, either.
             planned = holders[rank] in self._holders and following in self._holders
             self._other = self._owned(self._holders.index(following)) if planned else None
 
@@ -264,7 +302,7 @@ class WitnessedStep:
 
     def repeat(self, engine: Engine) -> None:
         """Run another rank's micro-batch, once."""
-        if self._other is not None and self._other not in self._runs:
+        if self._other is not None and self._other not in self._repeated:
             engine.check()
             self._run_again(engine, self._other)
 
