@@ -228,6 +228,7 @@ class MegatronParallel(Parallelism):
     """
 
     whole = False
+    names_all = False
     one_size = True
     scheduled = False
     shuffles = False

@@ -34,6 +34,8 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
             copy of each.
         digest_every, on_divergence: comparison of the replicas' parameters, shard by shard; see `UnicronStrategy`.
         reproducible: must be False.
+        compare: workers are compared when the task begins and at each join, by all but their parts of the model; see
+            `UnicronStrategy`.
 
     Raises:
         ConfigError: for settings that can't be supported exactly; see `checks`.
@@ -54,13 +56,14 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
         digest_every: int = 100,
         on_divergence: OnDivergence = "heal",
         reproducible: bool = False,
+        compare: bool = True,
     ) -> None:
         if reproducible:
             raise ConfigError(
                 "reproducible=True: Megatron adds the gradients of micro-batches in its own buffers, as floats; "
                 "expected False, or unicron_fsdp"
             )
-        super().__init__(num_micro_batches=num_micro_batches, compare=False)
+        super().__init__(num_micro_batches=num_micro_batches, compare=compare)
         for name, size in (
             ("tensor_model_parallel_size", tensor_model_parallel_size),
             ("pipeline_model_parallel_size", pipeline_model_parallel_size),

@@ -25,11 +25,14 @@ def describe_model(trainer: pl.Trainer) -> dict[str, str]:
     named = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     versions = (torch.__version__, pl.__version__, __version__)
+    parameters = {
+        "parameters": f"{len(named)}, digest of names, shapes and dtypes {digest(named)}",
+        "requires_grad": f"False for {len(frozen)} parameters, digest of their names {digest(frozen)}",
+    }
     return {
         "versions": "torch {}, lightning {}, unicron-lightning {}".format(*(v.partition("+")[0] for v in versions)),
         "seed": os.environ.get("PL_GLOBAL_SEED", "not set"),
-        "parameters": f"{len(named)}, digest of names, shapes and dtypes {digest(named)}",
-        "requires_grad": f"False for {len(frozen)} parameters, digest of their names {digest(frozen)}",
+        **(parameters if strategy.parallelism.names_all else {}),  # type: ignore[attr-defined]
         "optimizer": ", ".join(describe_optimizer(each) for each in trainer.optimizers),
         "scheduler": ", ".join(
             f"{type(config.scheduler).__qualname__}({plain_text(shared_state(config.scheduler))}) per {config.interval}"
