@@ -7,7 +7,8 @@ values that its batches log.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -86,6 +87,7 @@ class StageBatches:
         self._batch = batch
         self._index = step_in_epoch
         self._done: dict[int, tuple[Tensor, list[LogCall]]] = {}
+        self._loaded = LoadedBatches(grid)
         self.rows = BatchRows(batch, grid.shape.width, grid.lane)
 
     def call(self, micro_batches: Sequence[int], *, last: bool) -> None:
@@ -94,20 +96,26 @@ class StageBatches:
         if rows:
             divisor = self._strategy.shape.divisor(self._batch.in_full_step)
             idle = [row for row in rows if not self.rows.own(row)[1]]
-            self._grid.member.model.call(self.forward, rows, divisor=divisor, last=last, idle=idle)
+            with self._loaded.calling(rows):
+                self._grid.member.model.call(self.forward, rows, divisor=divisor, last=last, idle=idle)
         for number in self.rows.counted(rows):
             self._batch.finished(number)
 
-    def forward(self, row: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def forward(self, row: int, virtual: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Run a forward step; see `megatron.model.ForwardStep`."""
         micro_batch, counts = self.rows.own(row)
         module, results = self._strategy.module, self._strategy.results
         place = (RandomPurpose.FORWARD, self._batch.epoch, self._batch.step, micro_batch)
         activity = self._strategy.engine.activity
-        activity.enter("data", micro_batch)
-        samples = (self._batch.fetch if counts else self._batch.stand_in)(micro_batch)
-        activity.enter("compute", micro_batch)  # up to the next micro-batch's, with the schedule's backwards and waits
-        data = stage_batch(self._grid, samples, place)
+
+        def load() -> Any:
+            activity.enter("data", micro_batch)
+            samples = (self._batch.fetch if counts else self._batch.stand_in)(micro_batch)
+            activity.enter("compute", micro_batch)  # up to the next one's, with the schedule's backwards and waits
+            return transfer_batch(self._grid, samples, place)
+
+        data = self._loaded.get(row, virtual, load)
+        self._grid.begin_stage(place, virtual)
         with results.recording(data) as calls:
             output = module.training_step(data, self._index)
         if not isinstance(output, Tensor):
@@ -137,10 +145,44 @@ class StageBatches:
         return sums
 
 
-def stage_batch(grid: MegatronParallel, samples: Any, place: tuple[int, ...], loader: int = 0) -> Any:
-    """Return a micro-batch on this worker's device, and set the random state for computing it.
+class LoadedBatches:
+    """The micro-batches of a call of the schedule on this worker's device, each loaded once for all virtual stages.
 
-    Hooks of the transfer have another random state, which is the same on all workers of the replica.
+    Args:
+        grid: provides the number of virtual stages.
+    """
+
+    def __init__(self, grid: MegatronParallel) -> None:
+        self._virtual = grid.shape.virtual
+        self._held: dict[int, Any] = {}
+        self._last = -1
+
+    @contextmanager
+    def calling(self, rows: Sequence[int]) -> Iterator[None]:
+        """Surround a call with some rows; nothing is held after it."""
+        self._last = rows[-1]
+        try:
+            yield
+        finally:
+            self._held = {}
+
+    def get(self, row: int, virtual: int, load: Callable[[], Any]) -> Any:
+        """Return a row's batch, for one of the virtual stages; the last stage is its last user.
+
+        A call that has fewer rows than pipeline stages repeats its last one.
+        """
+        if self._virtual == 1:
+            return load()
+        if row not in self._held:
+            self._held[row] = load()
+        ends = virtual == self._virtual - 1 and row != self._last
+        return self._held.pop(row) if ends else self._held[row]
+
+
+def transfer_batch(grid: MegatronParallel, samples: Any, place: tuple[int, ...], loader: int = 0) -> Any:
+    """Return a micro-batch on this worker's device.
+
+    Hooks of the transfer have a random state of their own, which is the same on all workers of the replica.
 
     Args:
         grid: provides device, seed and place.
@@ -150,9 +192,7 @@ def stage_batch(grid: MegatronParallel, samples: Any, place: tuple[int, ...], lo
     """
     strategy = grid.strategy
     seed_all(place_seed(strategy.seed, RandomPurpose.TRANSFER, *place))
-    data = strategy.to_device(samples, loader)
-    seed_micro_batch(strategy.seed, place, *grid.coordinate, strategy.root_device)
-    return data
+    return strategy.to_device(samples, loader)
 
 
 _SHARED: Final = "data-parallel-rng"
@@ -170,7 +210,7 @@ def seed_micro_batch(seed: int, place: tuple[int, ...], tensor: int, stage: int,
         seed: of the task.
         place: epoch, step and micro-batch.
         tensor: this worker's tensor-parallel rank.
-        stage: its pipeline stage.
+        stage: number of its pipeline stage, among all virtual ones.
         device: of the model.
     """
     seed_all(place_seed(seed, *place, stage))
@@ -210,6 +250,7 @@ class StagePass:
     def __init__(self, grid: MegatronParallel, batch: PassBatch) -> None:
         self._grid = grid
         self._batch = batch
+        self._loaded = LoadedBatches(grid)
         self.rows = BatchRows(batch.batch, grid.shape.width, grid.lane)
 
     def size(self, row: int) -> int:
@@ -222,7 +263,8 @@ class StagePass:
         batch = self._batch.batch
         rows = [row for row in rows if not self.rows.is_empty(row)]
         if rows:
-            self._grid.member.model.evaluate(self._evaluate_stage, rows, size)
+            with self._loaded.calling(rows):
+                self._grid.member.model.evaluate(self._evaluate_stage, rows, size)
         for number in self.rows.counted(rows):
             batch.finished(number)
 
@@ -230,15 +272,20 @@ class StagePass:
         """Encode the values logged by the batches of some rows."""
         return self._batch.results(self.rows.counted(sorted(rows)))
 
-    def _evaluate_stage(self, row: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def _evaluate_stage(self, row: int, virtual: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Run a forward step; see `megatron.model.ForwardStep`."""
         number, counts = self.rows.own(row)
         batch, strategy = self._batch, self._grid.strategy
         module, engine = strategy.module, strategy.engine
         engine.activity.enter("validation", number)
         engine.fault("validation", engine.step)
-        samples = (batch.batch.fetch if counts else batch.batch.stand_in)(number)
-        data = stage_batch(self._grid, samples, batch.place(number), batch.loader)
+
+        def load() -> Any:
+            samples = (batch.batch.fetch if counts else batch.batch.stand_in)(number)
+            return transfer_batch(self._grid, samples, batch.place(number), batch.loader)
+
+        data = self._loaded.get(row, virtual, load)
+        self._grid.begin_stage(batch.place(number), virtual)
         with batch.recording(data) as calls:
             output = batch.run(data)
         if not isinstance(output, Tensor):

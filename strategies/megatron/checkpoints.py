@@ -101,7 +101,7 @@ class GridCheckpoints(CheckpointStore):
         *ranges, shard = self._present_parts()
         with self._grid.member.connected():
             copies = None if model.keeper is None else dict.fromkeys(ranges, model.keeper.present())
-            return held_checkpoint(model.ddp, model.optimizer, checkpoint, shard, copies)
+            return held_checkpoint(model.ddps, model.optimizer, checkpoint, shard, copies)
 
     def held_parts(self) -> Sequence[str]:
         """Name this worker's shard and, with the distributed optimizer, its ranges of the state and copies of others'.
@@ -130,7 +130,7 @@ class GridCheckpoints(CheckpointStore):
         copies = None if model.keeper is None else self._copies()
         if copies is not None and not copies:
             raise LookupError(f"no copy of this worker's ranges after {self._grid.member.fabric.at} steps")
-        return held_checkpoint(model.ddp, model.optimizer, checkpoint, shard[0], copies)
+        return held_checkpoint(model.ddps, model.optimizer, checkpoint, shard[0], copies)
 
     def steady(self) -> Iterator[Tensor]:
         yield from self._grid.member.model.kept()
@@ -156,7 +156,7 @@ class GridCheckpoints(CheckpointStore):
         member, model, step = self._grid.member, self._grid.member.model, int(checkpoint["global_step"])
 
         def read() -> None:
-            load_folder(path, model.ddp, model.optimizer)
+            load_folder(path, model.ddps, model.optimizer)
             if model.keeper is not None:
                 model.keeper.replace(step)
 
@@ -233,5 +233,6 @@ class GridDivision(SpreadDivision):
         config, shape = self._model.config, self._grid.shape
         sizes = [getattr(config, name, None) for name in ("num_layers", "hidden_size", "ffn_hidden_size")]
         experts = [shape.expert, config.num_moe_experts] if self._model.experts else []
+        virtual = [f"virtual={shape.virtual}"] if shape.virtual > 1 else []
         layout = [shape.tensor, shape.pipeline, self._model.keeper is not None]
-        return [*layout, str(config.params_dtype), *sizes, *experts]
+        return [*layout, str(config.params_dtype), *sizes, *experts, *virtual]

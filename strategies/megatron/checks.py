@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -32,24 +33,32 @@ def check_megatron_trainer(trainer: pl.Trainer) -> None:
         )
 
 
-def find_megatron_module(module: pl.LightningModule) -> nn.Module:
-    """Return the Megatron model that ``configure_model`` has built.
+def find_megatron_module(module: pl.LightningModule, virtual: int = 1) -> nn.Module:
+    """Return the Megatron model that ``configure_model`` has built, or the `ModuleList` of its virtual stages.
+
+    Args:
+        module: the user's.
+        virtual: virtual pipeline stages of this worker.
 
     Raises:
-        ConfigError: there is none, or several (virtual pipeline stages).
+        ConfigError: there is none, or another number.
     """
     from megatron.core.transformer.module import MegatronModule
 
-    found = [child for child in module.children() if isinstance(child, MegatronModule)]
-    if len(found) != 1 or len(list(module.children())) != 1:
-        names = [type(child).__qualname__ for child in module.children()]
+    children = list(module.children())
+    names = [type(child).__qualname__ for child in children]
+    stages = children
+    if len(children) == 1 and isinstance(children[0], nn.ModuleList):
+        stages = list(children[0])
+        names = [f"ModuleList{[type(child).__qualname__ for child in stages]}"]
+    whole = len(children) == 1 and all(isinstance(stage, MegatronModule) for stage in stages)
+    if not whole or len(stages) != virtual:
+        wanted = f"a ModuleList of {virtual} Megatron models, its virtual stages" if virtual > 1 else "a Megatron model"
         raise ConfigError(
             f"{type(module).__qualname__} has the submodules {names} after configure_model(); the unicron_megatron "
-            "strategy needs one, a Megatron model such as GPTModel: this stage's part (virtual pipeline stages are not "
-            "supported)"
+            f"strategy needs one, {wanted} such as GPTModel: this stage's part"
         )
-    model: nn.Module = found[0]
-    return model
+    return children[0]
 
 
 def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
@@ -64,7 +73,6 @@ def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
         ConfigError: naming the field.
     """
     wanted: list[tuple[Any, str, Any]] = [
-        (config, "virtual_pipeline_model_parallel_size", None),
         (config, "context_parallel_size", 1),
         (config, "mtp_num_layers", None),
         (config, "fp16", False),
@@ -107,6 +115,7 @@ def check_megatron_layout(config: Any, shape: Shape) -> None:
     for field, size in (
         ("tensor_model_parallel_size", shape.tensor),
         ("pipeline_model_parallel_size", shape.pipeline),
+        ("virtual_pipeline_model_parallel_size", shape.virtual if shape.virtual > 1 else None),
         ("expert_model_parallel_size", shape.expert),
     ):
         found = getattr(config, field, 1)
@@ -114,6 +123,36 @@ def check_megatron_layout(config: Any, shape: Shape) -> None:
             raise ConfigError(
                 f"{type(config).__qualname__}({field}={found!r}), but the task has {size} now; expected "
                 f"self.trainer.strategy.{field} in configure_model()"
+            )
+
+
+def check_virtual_stages(config: Any, ddp: Any, shape: Shape, device: torch.device) -> None:
+    """Refuse settings beside virtual pipeline stages that are untested.
+
+    Args:
+        config: Megatron's `TransformerConfig`.
+        ddp: its `DistributedDataParallelConfig`.
+        shape: of the present world.
+        device: of the model.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if shape.virtual == 1:
+        return
+    two = shape.pipeline == 2
+    untested = "failures of both together are untested"
+    for name, found, expected, reason in (
+        ("num_moe_experts", getattr(config, "num_moe_experts", None), None, untested),
+        ("use_distributed_optimizer", ddp.use_distributed_optimizer, False, "shards of several parts have no copies"),
+        ("overlap_p2p_comm", config.overlap_p2p_comm, True if two else config.overlap_p2p_comm, _CONFUSED),
+        ("batch_p2p_comm", config.batch_p2p_comm, not config.overlap_p2p_comm, "it contradicts overlap_p2p_comm"),
+        ("accelerator", device.type, "cpu" if two else device.type, _WORLDWIDE),
+    ):
+        if found != expected:
+            raise ConfigError(
+                f"{name}={found!r} with virtual_pipeline_model_parallel_size={shape.virtual}: {reason}; expected "
+                f"{expected!r}"
             )
 
 
@@ -231,3 +270,6 @@ def check_experts(config: Any, ddp: Any, shape: Shape) -> None:
 
 
 _UNSEEN = "its messages go beside torch's process groups, where a failure would not end them"
+
+_CONFUSED = "messages in both directions between two stages would be confused in one batch"
+_WORLDWIDE = "with two stages some messages go through NCCL's group of all replicas, which any failure ends"

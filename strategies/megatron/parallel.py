@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from unicron_lightning import wire
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.model import ShardModel, sequence_length, unwrapped
+from unicron_lightning.megatron.model import ShardModel, sequence_length, unwrapped, virtual_stages
 from unicron_lightning.megatron.world import build_world, current_groups, enter_world, leave_world
 from unicron_lightning.planner.performance.description import PRESETS
 from unicron_lightning.replica.channels import Channels
@@ -37,7 +37,7 @@ from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.layout import Shape
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.mirror import Redundancy
-from unicron_lightning.strategies.megatron.batches import StageSteps, stage_evaluation
+from unicron_lightning.strategies.megatron.batches import StageSteps, seed_micro_batch, stage_evaluation
 from unicron_lightning.strategies.megatron.checkpoints import GridCheckpoints, GridDivision
 from unicron_lightning.strategies.megatron.checks import (
     check_experts,
@@ -45,6 +45,7 @@ from unicron_lightning.strategies.megatron.checks import (
     check_megatron_layout,
     check_megatron_trainer,
     check_validation_loader,
+    check_virtual_stages,
     find_megatron_module,
 )
 from unicron_lightning.strategies.parallelism import Parallelism
@@ -220,7 +221,7 @@ class MegatronParallel(Parallelism):
 
     Args:
         strategy: the strategy that it belongs to.
-        shape: TP, PP and EP as the script gives them, of one replica.
+        shape: TP, PP, its virtual stages and EP as the script gives them, of one replica.
         ddp: configuration of Megatron's data parallelism.
         sequence_length: length of the tensors between pipeline stages; None: the model's longest sequence.
         redundancy: redundancy of the optimizer's shards, if it has some.
@@ -231,6 +232,8 @@ class MegatronParallel(Parallelism):
     names_all = False
     one_size = True
     scheduled = False
+    virtual_stage = 0
+    """Virtual pipeline stage whose forward runs now, on this worker."""
     shuffles = False
     steps: StageSteps
 
@@ -356,6 +359,18 @@ class MegatronParallel(Parallelism):
         engine = self.strategy.engine
         model.adopt(enter_world(channels, self.shape, self.strategy.root_device, engine.check))
 
+    def begin_stage(self, place: tuple[int, ...], virtual: int) -> None:
+        """Begin a micro-batch's forward in a virtual stage: set all random state.
+
+        Args:
+            place: of the micro-batch in the run: inputs of the random state.
+            virtual: number of the virtual stage on this worker.
+        """
+        self.virtual_stage = virtual
+        tensor, stage = self.coordinate
+        number = stage + self.shape.pipeline * virtual
+        seed_micro_batch(self.strategy.seed, place, tensor, number, self.strategy.root_device)
+
     def share(self, micro_batches: range) -> list[int]:
         width, lane = self.shape.width, self.lane
         rows = self.member.share(range(-(-len(micro_batches) // width)))
@@ -430,12 +445,14 @@ def build_shard(
     Raises:
         ConfigError: for settings that cannot be recovered exactly, and a model for another layout.
     """
-    model, grid = find_megatron_module(module), fabric.shape
-    config = get_model_config(model)
+    grid = fabric.shape
+    model = find_megatron_module(module, grid.virtual)
+    config = get_model_config(virtual_stages(model)[0])
     check_megatron_config(config, ddp, optimizer)
     check_megatron_layout(config, grid)
     check_experts(config, ddp, grid)
-    length = length or sequence_length(model)
+    check_virtual_stages(config, ddp, grid, next(model.parameters()).device)
+    length = length or sequence_length(virtual_stages(model)[0])
     shard = ShardModel(
         model,
         ddp,
@@ -447,7 +464,12 @@ def build_shard(
     )
     fabric.built = True
     fabric.spread = spread_of(
-        config, model, grid, ordered=fabric.ordered, micro_batches=micro_batches, sequence_length=length
+        config,
+        virtual_stages(model)[0],
+        grid,
+        ordered=fabric.ordered,
+        micro_batches=micro_batches,
+        sequence_length=length,
     )
     return shard
 
@@ -491,9 +513,15 @@ def spread_of(
         workers=shape.workers,
         micro_batches=micro_batches,
         tensor_divides={name: size for name, size in tensor.items() if size},
-        pipeline_divides={"num_layers": config.num_layers} if evenly else {},
+        pipeline_divides=_divided_by_stages(config.num_layers, shape.virtual) if evenly else {},
         transformer=shape_of(config, module, sequence_length),
     )
+
+
+def _divided_by_stages(layers: int, virtual: int) -> dict[str, int]:
+    if virtual == 1:
+        return {"num_layers": layers}
+    return {"num_layers / virtual_pipeline_model_parallel_size": layers // virtual}
 
 
 def shape_of(config: Any, module: nn.Module, sequence_length: int) -> dict[str, bool | int | str]:

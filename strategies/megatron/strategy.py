@@ -25,6 +25,8 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
     Args:
         tensor_model_parallel_size: TP, unless an operator has ordered another one since.
         pipeline_model_parallel_size: PP; the same.
+        virtual_pipeline_model_parallel_size: virtual stages of each worker, for Megatron's interleaved schedule; None
+            or 1: none. They need several pipeline stages.
         expert_model_parallel_size: EP: workers of a replica that divide the experts among them, each computing
             micro-batches of its own.
         ddp: configuration of Megatron's data parallelism.
@@ -48,6 +50,7 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
         *,
         tensor_model_parallel_size: int = 1,
         pipeline_model_parallel_size: int = 1,
+        virtual_pipeline_model_parallel_size: int | None = None,
         expert_model_parallel_size: int = 1,
         ddp: DistributedDataParallelConfig | None = None,
         sequence_length: int | None = None,
@@ -64,18 +67,26 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
                 "expected False, or unicron_fsdp"
             )
         super().__init__(num_micro_batches=num_micro_batches, compare=compare)
+        virtual = 1 if virtual_pipeline_model_parallel_size is None else virtual_pipeline_model_parallel_size
         for name, size in (
             ("tensor_model_parallel_size", tensor_model_parallel_size),
             ("pipeline_model_parallel_size", pipeline_model_parallel_size),
+            ("virtual_pipeline_model_parallel_size", virtual),
             ("expert_model_parallel_size", expert_model_parallel_size),
         ):
             if size < 1:
                 raise ConfigError(f"{name}={size!r}: expected 1 or more")
+        if virtual > 1 and pipeline_model_parallel_size == 1:
+            raise ConfigError(
+                f"virtual_pipeline_model_parallel_size={virtual} with pipeline_model_parallel_size=1: one stage runs "
+                "no pipeline; expected 2 stages or more, or None"
+            )
         ddp = ddp if ddp is not None else DistributedDataParallelConfig()
         shape = Shape(
             tensor=tensor_model_parallel_size,
             pipeline=pipeline_model_parallel_size,
             expert=expert_model_parallel_size,
+            virtual=virtual,
             replicas=1,
         )
         self._grid = MegatronParallel(
@@ -102,6 +113,16 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
     def pipeline_model_parallel_size(self) -> int:
         """The present PP."""
         return self._grid.shape.pipeline
+
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int | None:
+        """The present number of virtual stages of a worker; None without them, as in Megatron's configuration."""
+        return self._grid.shape.virtual if self._grid.shape.virtual > 1 else None
+
+    @property
+    def virtual_stage(self) -> int:
+        """Virtual stage of this worker whose forward runs now: ``training_step`` calls that part of the model."""
+        return self._grid.virtual_stage
 
     @property
     def expert_model_parallel_size(self) -> int:

@@ -56,10 +56,10 @@ def load(
     """Build a fresh model with other values, load the checkpoint, and train the same two steps."""
     training = _training(rank, world, folder, tp, pp, zero1, 99, bf16)
     try:
-        checkpoint.load_folder(f"{path}-elsewhere", training.ddp, training.optimizer)
+        checkpoint.load_folder(f"{path}-elsewhere", [training.ddp], training.optimizer)
     except ConfigError as error:
         refused = str(error)
-    checkpoint.load_folder(path, training.ddp, training.optimizer)
+    checkpoint.load_folder(path, [training.ddp], training.optimizer)
     groups = [group for part in training.optimizer.chained_optimizers for group in part.optimizer.param_groups]
     assert not any("step" in group for group in groups), "torch's Adam would leave that count as it is"
     norms = [training.step(number, MICRO_BATCHES) for number in (2, 3, 4)]
@@ -71,7 +71,7 @@ def load_refused(rank: int, world: int, folder: Path, *, path: str, zero1: bool 
     """Load a checkpoint that was changed, or is of another optimizer; return the error."""
     training = _training(rank, world, folder, 1, 1, zero1, 99, False)
     try:
-        checkpoint.load_folder(path, training.ddp, training.optimizer)
+        checkpoint.load_folder(path, [training.ddp], training.optimizer)
     except ConfigError as error:
         return str(error)
     finally:
@@ -98,7 +98,7 @@ def save_beside(
         optimizer.read(data)
         stored = Stored(holding=Holding(version=2, pieces=pieces), data=data, layout=1)
         copies = {f"{shard} optimizer {replica}/{replicas}": stored}
-    held = checkpoint.held_checkpoint(training.ddp, training.optimizer, rest, shard, copies)
+    held = checkpoint.held_checkpoint([training.ddp], training.optimizer, rest, shard, copies)
     names = [*(copies or {}), shard]
     told: list[Any] = [None] * world
     dist.all_gather_object(told, names)

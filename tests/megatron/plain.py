@@ -74,11 +74,13 @@ def _forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any
     return output, lambda output: (toy.loss(output), {})
 
 
-def start(rank: int, world: int, folder: Path, *, tp: int = 1, pp: int = 1, ep: int = 1, name: str = "store") -> None:
+def start(
+    rank: int, world: int, folder: Path, *, tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, name: str = "store"
+) -> None:
     """Initialise the default process group and megatron-core's groups, over a file in ``folder``."""
     store = dist.FileStore(str(folder / name), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+    parallel_state.initialize_model_parallel(tp, pp, vpp if vpp > 1 else None, expert_model_parallel_size=ep)
 
 
 def build(options: toy.Toy, *, zero1: bool, clip: float = 1.0, seed: int = 1234, **ddp_options: Any) -> Training:

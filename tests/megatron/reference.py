@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import plain
@@ -38,9 +39,8 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
     shim.install()
     torch.compiler.set_stance("force_eager")  # as in train.py
     options, experts = toy.Toy(**settings["toy"]), settings.get("ep", 1)
-    plain.start(rank, world, folder, tp=settings["tp"], pp=settings["pp"], ep=experts)
-    ddp, optimizer = _build(settings, options)
-    module = ddp.module
+    plain.start(rank, world, folder, tp=settings["tp"], pp=settings["pp"], vpp=settings.get("vpp", 1), ep=experts)
+    module, ddps, optimizer = _build(settings, options)
     data = _samples(settings, options.length)
     norms, balances = [], []
     tensor = parallel_state.get_tensor_model_parallel_rank()
@@ -48,19 +48,21 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
 
     def forward_step(batches: Any, model: Any) -> Any:
         place, batch, weight = next(batches)
-        seed_micro_batch(1234, place, tensor, stage, torch.device("cpu"))
+        virtual = next(number for number, ddp in enumerate(ddps) if ddp is model)
+        seed_micro_batch(1234, place, tensor, stage + settings["pp"] * virtual, torch.device("cpu"))
         get_moe_layer_wise_logging_tracker().clear()
         output = toy.forward(model, batch)
         balances.append(toy.balance())
         return output, lambda output: (toy.loss(output) * weight, {})
 
     for step in range(max(steps)):
-        ddp.zero_grad_buffer()
+        for ddp in ddps:
+            ddp.zero_grad_buffer()
         optimizer.zero_grad()
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=(_streamed if settings.get("stream") else _batches)(data, step, settings),
-            model=[ddp],
+            data_iterator=_each(ddps, partial(_streamed if settings.get("stream") else _batches, data, step, settings)),
+            model=ddps,
             num_microbatches=settings["accumulation"],
             seq_length=options.length,
             micro_batch_size=MICRO_BATCH,
@@ -70,7 +72,7 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
         for group in optimizer.param_groups:
             group["lr"] *= 0.99
         if settings.get("validate") and (step + 1 in steps or (step + 1) % settings["validate"] == 0):
-            _judge(ddp, module, options, settings, folder / f"validation-{rank}-{step + 1}")
+            _judge(ddps, module, options, settings, folder / f"validation-{rank}-{step + 1}")
         if step + 1 in steps and parallel_state.get_expert_data_parallel_rank() == 0:
             lane = parallel_state.get_data_parallel_rank()
             _keep(module, folder / f"plain-{step + 1}-{tensor + settings['tp'] * (lane + experts * stage)}.pt")
@@ -82,30 +84,43 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
     return norms
 
 
-def _build(settings: dict[str, Any], options: toy.Toy) -> tuple[Any, Any]:
-    """The model in megatron-core's DDP, and its optimizer."""
+def _build(settings: dict[str, Any], options: toy.Toy) -> tuple[Any, list[Any], Any]:
+    """The model, its parts in megatron-core's DDP, and their optimizer."""
     torch.manual_seed(1234)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     config = toy.config(
         options,
         tensor_model_parallel_size=settings["tp"],
         pipeline_model_parallel_size=settings["pp"],
+        virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        microbatch_group_size_per_vp_stage=settings["accumulation"] if settings.get("vpp", 1) > 1 else None,
         expert_model_parallel_size=settings.get("ep", 1),
     )
     module = toy.model(options, config)
     ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16, **settings["ddp"]})
-    ddp = DistributedDataParallel(config, ddp_config, module)
-    ddp.broadcast_params()
+    parts = [*module] if isinstance(module, torch.nn.ModuleList) else [module]
+    ddps = [
+        DistributedDataParallel(config, ddp_config, part, disable_bucketing=number > 0)
+        for number, part in enumerate(parts)
+    ]
+    for ddp in ddps:
+        ddp.broadcast_params()
     optimizer_config = OptimizerConfig(
         **{"optimizer": "adam", "lr": 1e-2, "clip_grad": 1.0, **settings["optimizer"]},
         bf16=options.bf16,
         params_dtype=config.params_dtype,
     )
-    optimizer = get_megatron_optimizer(optimizer_config, [ddp])
+    optimizer = get_megatron_optimizer(optimizer_config, ddps)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = ddp.no_sync if ddp_config.overlap_grad_reduce else None
-    return ddp, optimizer
+    no_syncs = [ddp.no_sync for ddp in ddps]
+    config.no_sync_func = (no_syncs if len(ddps) > 1 else no_syncs[0]) if ddp_config.overlap_grad_reduce else None
+    return module, ddps, optimizer
+
+
+def _each(ddps: list[Any], batches: Any) -> Any:
+    """The batches for each part of the model, in the form that Megatron's schedules take."""
+    return [batches() for _ in ddps] if len(ddps) > 1 else batches()
 
 
 def _keep(module: torch.nn.Module, path: Path) -> None:
@@ -114,17 +129,17 @@ def _keep(module: torch.nn.Module, path: Path) -> None:
     )
 
 
-def _judge(ddp: Any, module: Any, options: toy.Toy, settings: dict[str, Any], path: Path) -> None:
+def _judge(ddps: list[Any], module: Any, options: toy.Toy, settings: dict[str, Any], path: Path) -> None:
     """Write the mean losses of train.py's validation samples by loader; on the last stage."""
     judged = range(settings.get("judged", 22))
     streamed = [number for number in judged if number != DROPPED]
     loaders = [*([streamed] if settings.get("stream") else []), list(judged)]
-    means = [_validation(ddp, module, options, numbers) for numbers in loaders]
+    means = [_validation(ddps, module, options, numbers) for numbers in loaders]
     if parallel_state.is_pipeline_last_stage():
         path.write_text(json.dumps(means))
 
 
-def _validation(ddp: Any, module: Any, options: toy.Toy, numbers: list[int]) -> float:
+def _validation(ddps: list[Any], module: Any, options: toy.Toy, numbers: list[int]) -> float:
     """Return the mean loss of some samples, taken one by one; 0 on earlier stages."""
     data, losses = toy.Text(options.length, limit=max(numbers) + 1), []
 
@@ -136,16 +151,19 @@ def _validation(ddp: Any, module: Any, options: toy.Toy, numbers: list[int]) -> 
         return toy.forward(model, next(batches)), judge
 
     module.eval()
+    config = ddps[0].config
+    group, config.microbatch_group_size_per_vp_stage = config.microbatch_group_size_per_vp_stage, len(numbers)
     with torch.no_grad():
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=(default_collate([data[number]]) for number in numbers),
-            model=[ddp],
+            data_iterator=_each(ddps, lambda: (default_collate([data[number]]) for number in numbers)),
+            model=ddps,
             num_microbatches=len(numbers),
             seq_length=options.length,
             micro_batch_size=1,
             forward_only=True,
         )
+    config.microbatch_group_size_per_vp_stage = group
     module.train()
     return sum(losses) / len(numbers)
 

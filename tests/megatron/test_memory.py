@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "alone": {"pp": 2, "dp": 1},
     "zero1_alone": {"pp": 2, "dp": 1, **ZERO1},
     "experts": EXPERTS,
+    "interleaved": {"pp": 2, "vpp": 2},
     "experts_alone": {**EXPERTS, "dp": 1},
 }
 
@@ -59,7 +60,9 @@ def after_step(cluster: Cluster, model: dict[str, Any], step: int) -> dict[str, 
     return {note["node"]: note["pid"] for note in cluster.world()}
 
 
-@pytest.mark.parametrize("name", ["zero1", *(pytest.param(name, marks=AGAIN) for name in ("bfloat16", "experts"))])
+@pytest.mark.parametrize(
+    "name", ["zero1", *(pytest.param(name, marks=AGAIN) for name in ("bfloat16", "experts", "interleaved"))]
+)
 def test_all_workers_die(name: str, tmp_path: Path, worlds: Any) -> None:
     model = {**MODEL, **MODELS[name]}
     with begin(tmp_path, model) as cluster:

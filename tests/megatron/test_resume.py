@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from system.cluster import Cluster
 from system.healing import check
-from system.megatron import EXPERTS, MODEL, differences, finals
+from system.megatron import EXPERTS, MODEL, differences, finals, train
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -17,22 +17,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).with_name("train.py")
 STEPS = 6
-
-
-def train(folder: Path, agents: int, **settings: Any) -> dict[int, dict[str, Any]]:
-    """Run a task to its end, without deaths in a complete world; return its steps as rank 0 recorded them."""
-    folder.mkdir()
-    schedule = settings.pop("schedule", [])
-    replica = settings["tp"] * settings["pp"] * settings.get("ep", 1)
-    most = replica * settings["dp"]
-    nodes = f"{replica if schedule else most}:{most}"
-    cluster = Cluster(folder, script=SCRIPT, agents=agents, nodes=nodes, schedule=schedule, settings=settings)
-    with cluster:
-        ended = lambda: all(agent.poll() is not None for agent in cluster.agents.values())  # noqa: E731
-        cluster.watch(ended, "the agents' end", 240, stalled=240)
-        cluster.wait_end()
-    lines = [json.loads(line) for path in folder.glob("notes-*.jsonl") for line in path.read_text().splitlines()]
-    return {line["step"]: line for line in lines if line["what"] == "step" and line["rank"] == 0}
 
 
 @pytest.mark.chaos

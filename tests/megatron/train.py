@@ -38,6 +38,7 @@ import lightning.pytorch as pl  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
 
 from unicron_lightning.local_cluster.processes import until  # noqa: E402
@@ -52,6 +53,7 @@ SEED = 1234
 SETTINGS: dict[str, Any] = {
     "tp": 1,
     "pp": 1,
+    "vpp": 1,  # virtual stages of a worker
     "ep": 1,
     "dp": 2,  # replicas
     "accumulation": 2,  # micro-batches of a replica's share
@@ -139,6 +141,7 @@ class Model(pl.LightningModule):
             self.toy,
             tensor_model_parallel_size=tensor,
             pipeline_model_parallel_size=pipeline,
+            virtual_pipeline_model_parallel_size=strategy.virtual_pipeline_model_parallel_size,
             expert_model_parallel_size=strategy.expert_model_parallel_size,
         )
         self.model = toy.model(self.toy, config)
@@ -148,7 +151,12 @@ class Model(pl.LightningModule):
         count = count + 1 if step == self.trainer.global_step else 0
         self.count = self.trainer.global_step, count
         self.faults.point("forward", self.trainer.global_step, micro_batch=count)
-        return toy.forward(self.model, mixed(batch) if self.settings["several"] else batch)
+        return toy.forward(self.part(), mixed(batch) if self.settings["several"] else batch)
+
+    def part(self) -> Any:
+        """The part of the model that runs now."""
+        strategy: Any = self.trainer.strategy
+        return self.model[strategy.virtual_stage] if isinstance(self.model, nn.ModuleList) else self.model
 
     def loss(self, output: Any, batch: Any) -> Any:
         loss = toy.loss(output)
@@ -164,7 +172,7 @@ class Model(pl.LightningModule):
         if not self.trainer.sanity_checking:
             self.faults.point("validate", self.trainer.global_step, micro_batch=self.judged)
         self.judged += 1
-        return toy.forward(self.model, batch)
+        return toy.forward(self.part(), batch)
 
     def validation_loss(self, output: Any, batch: Any) -> None:
         self.log("val_loss", toy.loss(output))
@@ -334,6 +342,7 @@ def main() -> None:
     strategy = UnicronMegatronStrategy(
         tensor_model_parallel_size=settings["tp"],
         pipeline_model_parallel_size=settings["pp"],
+        virtual_pipeline_model_parallel_size=settings["vpp"],
         expert_model_parallel_size=settings["ep"],
         ddp=DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16, **settings["ddp"]}),
         redundancy=None if settings["redundancy"] is None else Redundancy(**settings["redundancy"]),

@@ -39,7 +39,9 @@ def check_validation(folder: Path, model: dict[str, Any]) -> None:
     judged = model.get("judged", VALIDATED)
     loaders = {"/dataloader_idx_0": STREAMED, "/dataloader_idx_1": judged} if model.get("stream") else {"": judged}
     ran = sum(note["ran"] for note in told if note["sanity"] and note["shard"] == 1)
-    assert ran == 2 * len(loaders)  # one for each replica
+    forwards = model.get("vpp", 1) * 2 * len(loaders)  # one batch for each replica
+    repeated = forwards * model["pp"]  # the interleaved schedule has a batch for each stage at least
+    assert ran in (forwards, repeated if model.get("vpp", 1) > 1 else forwards)
     paths = (folder / "plain").glob("validation-*")
     expected: dict[str, list[float]] = {path.name.split("-")[2]: json.loads(path.read_text()) for path in paths}
     values: dict[str, set[tuple[float, ...]]] = {step: set() for step in expected}

@@ -102,3 +102,19 @@ def differences(paths: list[Path], plain: Path) -> dict[str, float]:
         assert own.keys() == other.keys()
         found[path.name] = max(float((own[name] - other[name]).abs().max()) for name in own)
     return found
+
+
+def train(folder: Path, agents: int, **settings: Any) -> dict[int, dict[str, Any]]:
+    """Run a task to its end, without deaths in a complete world; return its steps as rank 0 recorded them."""
+    folder.mkdir()
+    schedule = settings.pop("schedule", [])
+    replica = settings["tp"] * settings["pp"] * settings.get("ep", 1)
+    most = replica * settings["dp"]
+    nodes = f"{replica if schedule else most}:{most}"
+    cluster = Cluster(folder, script=SCRIPT, agents=agents, nodes=nodes, schedule=schedule, settings=settings)
+    with cluster:
+        ended = lambda: all(agent.poll() is not None for agent in cluster.agents.values())  # noqa: E731
+        cluster.watch(ended, "the agents' end", 240, stalled=240)
+        cluster.wait_end()
+    lines = [json.loads(line) for path in folder.glob("notes-*.jsonl") for line in path.read_text().splitlines()]
+    return {line["step"]: line for line in lines if line["what"] == "step" and line["rank"] == 0}

@@ -57,12 +57,12 @@ def _content() -> dict[str, Any]:
 
 
 def held_checkpoint(
-    ddp: Any, optimizer: Any, rest: Mapping[str, Any], part: str, copies: Mapping[str, Stored] | None
+    ddps: Sequence[Any], optimizer: Any, rest: Mapping[str, Any], part: str, copies: Mapping[str, Stored] | None
 ) -> HeldCheckpoint:
     """Describe this rank's part of a checkpoint; its tensors are the training's own.
 
     Args:
-        ddp: megatron-core's `DistributedDataParallel` module.
+        ddps: megatron-core's `DistributedDataParallel` of each part of the model on this rank.
         optimizer: megatron-core's.
         rest: further plain data, see `rest`.
         part: name of the part with this rank's shard.
@@ -72,12 +72,13 @@ def held_checkpoint(
     Raises:
         ValueError: a tensor is not placed as those of Megatron's modules are.
     """
-    state: dict[str, Any] = {"model": ddp.module.sharded_state_dict(metadata=_content())}
+    model = _sharded(ddps)
+    state: dict[str, Any] = {**model}
     ranges: dict[str, list[HeldTensor]] = {}
     if copies is None:
-        state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=_content())
+        state["optimizer"] = optimizer.sharded_state_dict(model, metadata=_content())
     else:
-        placed, parameters = _placed(state["model"], _is_of_first_replica), [*ddp.module.parameters()]
+        placed, parameters = _placed(model, _is_of_first_replica), [*ddps[0].module.parameters()]
         ranges = {
             name: [*_ranges(stored.holding.pieces, stored.data, parameters, placed)] for name, stored in copies.items()
         }
@@ -91,7 +92,7 @@ def held_checkpoint(
     return HeldCheckpoint(tensors={part: shard, **ranges}, files=files)
 
 
-def load_folder(path: str | Path, ddp: Any, optimizer: Any) -> None:
+def load_folder(path: str | Path, ddps: Sequence[Any], optimizer: Any) -> None:
     """Load this rank's part of model and optimizer from a checkpoint of any layout.
 
     Raises:
@@ -103,22 +104,30 @@ def load_folder(path: str | Path, ddp: Any, optimizer: Any) -> None:
     _check_kind(str(path), stored.entries, parts)
     for part in parts:
         initialize_state(part)
-    state: dict[str, Any] = {"model": ddp.module.sharded_state_dict(metadata=_content())}
+    model = _sharded(ddps)
+    state: dict[str, Any] = {**model}
     ranges: list[HeldTensor] = []
-    shard = ShardedOptimizer(ddp, optimizer) if _are_distributed(parts) else None
+    shard = ShardedOptimizer(ddps[0], optimizer) if _are_distributed(parts) else None
     if shard is None:
-        state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=True, metadata=_content())
+        state["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True, metadata=_content())
     else:
         values = torch.zeros(ROWS, sum(map(len, shard.pieces)))
-        ranges += _ranges(shard.pieces, values, [*ddp.module.parameters()], _placed(state["model"], lambda _: True))
+        ranges += _ranges(shard.pieces, values, [*ddps[0].module.parameters()], _placed(model, lambda _: True))
     loaded = _read(stored, path, state, ranges)
-    ddp.module.load_state_dict(loaded["model"])
+    for ddp, name in zip(ddps, model, strict=True):
+        ddp.module.load_state_dict(loaded[name])
     loaded["optimizer"].pop("param_state", None)
     optimizer.load_state_dict(loaded["optimizer"])
     for part in parts:
         _own_steps(part)
     if shard is not None:
         shard.write(values, shard.steps)
+
+
+def _sharded(ddps: Sequence[Any]) -> dict[str, Any]:
+    """Describe the model's tensors by Megatron's names of its parts. Names of tensors do not depend on the parts."""
+    names = ["model"] if len(ddps) == 1 else [f"model{number}" for number in range(len(ddps))]
+    return {name: ddp.module.sharded_state_dict(metadata=_content()) for name, ddp in zip(names, ddps, strict=True)}
 
 
 def _read(

@@ -7,8 +7,8 @@ The same copy holds the sums so far while a further call of the schedule accumul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,8 @@ class MainGradients:
     """Sums of one model's gradients.
 
     Args:
-        ddp: Megatron's `DistributedDataParallel`; only the attribute ``start_grad_sync`` of its bucket groups is set.
+        ddps: Megatron's `DistributedDataParallel` of each part of the model on this worker; only the attribute
+            ``start_grad_sync`` of its bucket groups is set.
         lanes: declared number over all replicas, whose inverse scales each gradient, whatever the present number is.
         beside: sums something else over the replicas, after the gradients.
     """
@@ -31,11 +32,11 @@ class MainGradients:
     reduced = 0
     """Each bucket's sums over the replicas are in the memory to which further calls would add."""
 
-    def __init__(self, ddp: Any, lanes: int, beside: Callable[[], None] = lambda: None) -> None:
-        self._ddp = ddp
+    def __init__(self, ddps: Sequence[Any], lanes: int, beside: Callable[[], None] = lambda: None) -> None:
+        self._ddps = ddps
         self._lanes = lanes
         self._beside = beside
-        self._overlap = bool(ddp.ddp_config.overlap_grad_reduce)
+        self._overlap = bool(ddps[0].ddp_config.overlap_grad_reduce)
         self._state: _SumsState = "local"
         self._armed = False
         self._failure: str | None = None
@@ -43,7 +44,9 @@ class MainGradients:
 
     def rebind(self) -> None:
         """Use the present buckets of Megatron's data parallelism; call `recover` before they are replaced."""
-        self._groups: list[Any] = [*self._ddp.bucket_groups, *self._ddp.expert_parallel_bucket_groups]
+        self._groups: list[Any] = [
+            group for each in self._ddps for group in (*each.bucket_groups, *each.expert_parallel_bucket_groups)
+        ]
         self._copies: list[list[Tensor] | None] = [None] * len(self._groups)
         self._copied: set[int] = set()
         self._launched: set[int] = set()
@@ -59,7 +62,8 @@ class MainGradients:
                 # left by an interrupted call; later calls must not be compared with it
                 group.per_param_grad_ready_counts = {}
             group.grad_reduce_handle = None
-        self._ddp.zero_grad_buffer()
+        for each in self._ddps:
+            each.zero_grad_buffer()
         self._state, self._copied, self._launched, self._failure = "local", set(), set(), None
 
     def recover(self) -> None:
@@ -98,11 +102,13 @@ class MainGradients:
         if self._overlap and last:
             self._armed = True
             try:
-                yield self._ddp.no_sync
+                yield [each.no_sync for each in self._ddps] if len(self._ddps) > 1 else self._ddps[0].no_sync
             finally:
                 self._armed = False
         else:
-            with self._ddp.no_sync():
+            with ExitStack() as stack:
+                for each in self._ddps:
+                    stack.enter_context(each.no_sync())
                 yield None
 
     def reduce(self) -> None:

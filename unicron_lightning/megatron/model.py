@@ -23,16 +23,17 @@ from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.worker.delivery import divided_shard
 from unicron_lightning.worker.state_parts import DividedState
 
-ForwardStep = Callable[[int], tuple[Tensor, Callable[[Tensor], Tensor]]]
-"""Forward of a row's micro-batch, or of a batch, on this stage: its output, and a function from that to the loss on the
-last stage."""
+ForwardStep = Callable[[int, int], tuple[Tensor, Callable[[Tensor], Tensor]]]
+"""Forward of a row's micro-batch, or of a batch, on this stage, given its number and the virtual stage: its output, and
+a function from that to the loss on the last stage."""
 
 
 class ShardModel:
     """One worker's part of the model, built in the declared world (`world.build_world`).
 
     Args:
-        module: Megatron's module, in `Float16Module` if its precision requires it.
+        module: Megatron's module, in `Float16Module` if its precision requires it; a `ModuleList` of one for each
+            virtual pipeline stage.
         ddp_config: of Megatron's data parallelism.
         optimizer_config: of its optimizer.
         lanes: declared data-parallel lanes of all replicas: workers that compute micro-batches of their own.
@@ -60,20 +61,26 @@ class ShardModel:
         redundancy: Redundancy | None = None,
     ) -> None:
         self.module = module
-        self.config: Any = get_model_config(module)
-        self.ddp: Any = DistributedDataParallel(self.config, ddp_config, module)
-        self.optimizer: Any = get_megatron_optimizer(optimizer_config, [self.ddp], use_gloo_process_groups=False)
+        parts = virtual_stages(module)
+        self.config: Any = get_model_config(parts[0])
+        self.ddps: list[Any] = [
+            # Megatron-LM gives the later parts one bucket each, too
+            DistributedDataParallel(self.config, ddp_config, part, disable_bucketing=number > 0)
+            for number, part in enumerate(parts)
+        ]
+        self.optimizer: Any = get_megatron_optimizer(optimizer_config, self.ddps, use_gloo_process_groups=False)
         for part in parts_of(self.optimizer):
             part.init_state_fn = part.init_state_fn or init_momentum
         self.config.grad_scale_func = self._scaled
         self.config.finalize_model_grads_func = None  # finalization is called separately, after the gate
         self.config.no_sync_func = None
         self.experts = Experts(module, self.config)
-        self.gradients = MainGradients(self.ddp, lanes, self.experts.reduce)
+        self.gradients = MainGradients(self.ddps, lanes, self.experts.reduce)
         self.keeper: ShardKeeper | None = None
         if redundancy is not None:
-            known = parameter_groups(self.ddp, optimizer_config)
-            optimizer = ShardedOptimizer(self.ddp, self.optimizer, known)
+            (ddp,) = self.ddps
+            known = parameter_groups(ddp, optimizer_config)
+            optimizer = ShardedOptimizer(ddp, self.optimizer, known)
             self.keeper = ShardKeeper(optimizer, self.gradients, redundancy)
         self.before_update: Callable[[], None] = lambda: None
         self.grad_norm = 0.0
@@ -129,13 +136,16 @@ class ShardModel:
             last: whether reductions may start.
             idle: rows whose micro-batch here does not count.
         """
-        factor = len(rows) * self._lanes / divisor
+        padded, _ = interleaving(len(rows), self.config) if len(self.ddps) > 1 else (len(rows), 0)
+        factor = padded * self._lanes / divisor
 
-        def step(numbers: Any, _: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            number = next(numbers)
-            weight = 0.0 if number in idle else factor
-            self.experts.start_micro_batch(counts=number not in idle)
-            output, loss = forward(number)
+        def step(places: Any, _: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            place, virtual = next(places)
+            number = rows[min(place, len(rows) - 1)]
+            counts = place < len(rows) and number not in idle
+            weight = factor if counts else 0.0
+            self.experts.start_micro_batch(counts=counts)
+            output, loss = forward(number, virtual)
             self._scale = weight if self.experts else 1.0
 
             def scaled(result: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -146,7 +156,7 @@ class ShardModel:
         with self.gradients.calling(last=last) as no_sync:
             self.config.no_sync_func = no_sync
             try:
-                self._schedule(rows, step, self.micro_batch_size, forward_only=False)
+                self._schedule(len(rows), step, self.micro_batch_size, forward_only=False)
             finally:
                 self.config.no_sync_func = None
         self.experts.take()
@@ -161,32 +171,47 @@ class ShardModel:
     def evaluate(self, forward: ForwardStep, batches: Sequence[int], size: int) -> None:
         """Run some batches of ``size`` samples each forward by Megatron's schedule, without gradients."""
 
-        def step(numbers: Any, _: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            output, loss = forward(next(numbers))
+        def step(places: Any, _: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            place, virtual = next(places)
+            output, loss = forward(batches[min(place, len(batches) - 1)], virtual)
             return output, lambda result: (loss(result), {})
 
         with torch.no_grad():
-            self._schedule(batches, step, size, forward_only=True)
+            self._schedule(len(batches), step, size, forward_only=True)
 
-    def _schedule(
-        self, numbers: Sequence[int], step: Callable[[Any, Any], Any], size: int, *, forward_only: bool
-    ) -> None:
-        get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter(numbers),
-            model=[self.ddp],
-            num_microbatches=len(numbers),
-            seq_length=self._sequence_length,
-            micro_batch_size=size,
-            forward_only=forward_only,
-        )
+    def _schedule(self, number: int, step: Callable[[Any, Any], Any], size: int, *, forward_only: bool) -> None:
+        """Run some micro-batches by Megatron's schedule, the interleaved one with as many as it needs at least.
+
+        Args:
+            number: of micro-batches.
+            step: forward of one, given an iterator of (place among the micro-batches, virtual stage).
+            size: samples of each.
+            forward_only: whether no backward follows.
+        """
+        config, virtual = self.config, len(self.ddps)
+        group = config.microbatch_group_size_per_vp_stage
+        if virtual > 1:
+            number, config.microbatch_group_size_per_vp_stage = interleaving(number, config)
+        places = [iter([(place, stage) for place in range(number)]) for stage in range(virtual)]
+        try:
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=places if virtual > 1 else places[0],
+                model=self.ddps,
+                num_microbatches=number,
+                seq_length=self._sequence_length,
+                micro_batch_size=size,
+                forward_only=forward_only,
+            )
+        finally:
+            config.microbatch_group_size_per_vp_stage = group
 
     def finalize(self) -> None:
         """Apply Megatron's processing of reduced gradients within a replica and compute their norm: all but the
         update.
         """
         with self.experts.without_update():
-            finalize_model_grads([_Reduced(self.ddp)])
+            finalize_model_grads([_Reduced(each) for each in self.ddps])
         found = self.optimizer.prepare_grads()
         assert not found, "loss scaling is refused, so no overflow is looked for"
         self.grad_norm = float(self.optimizer.get_grad_norm())
@@ -222,10 +247,12 @@ class ShardModel:
         The last stage gets the first one's tied embeddings, which construction without peers has left at zero; all
         replicas get the first one's parameters.
         """
-        inner = unwrapped(self.module, "setup_embeddings_and_output_layer")
-        if getattr(inner, "share_embeddings_and_output_weights", False):
-            inner.setup_embeddings_and_output_layer()
-        self.ddp.broadcast_params()
+        for part in virtual_stages(self.module):
+            inner = unwrapped(part, "setup_embeddings_and_output_layer")
+            if getattr(inner, "share_embeddings_and_output_weights", False):
+                inner.setup_embeddings_and_output_layer()
+        for ddp in self.ddps:
+            ddp.broadcast_params()
         self.optimizer.reload_model_params()
 
     def state(self) -> DividedState:
@@ -272,7 +299,33 @@ class ShardModel:
         yield from (*self.module.parameters(), *self.module.buffers(), *self.kept())
 
     def _roots(self) -> list[object]:
-        return [self.ddp, self.optimizer, self.config]
+        return [*self.ddps, self.optimizer, self.config]
+
+
+def virtual_stages(module: nn.Module) -> list[nn.Module]:
+    """The parts of the model on a worker, one for each virtual pipeline stage."""
+    return [*module] if isinstance(module, nn.ModuleList) else [module]
+
+
+def interleaving(number: int, config: Any) -> tuple[int, int]:
+    """Arrange a call of Megatron's interleaved schedule, which accepts only some numbers of micro-batches.
+
+    It runs groups of micro-batches, one virtual stage after the other, none smaller than the pipeline. Larger groups
+    than configured keep more activations, so the group is the smallest that divides the call well. The order in which
+    gradients of a virtual stage add up does not depend on it.
+
+    Args:
+        number: of micro-batches to run.
+        config: Megatron's.
+
+    Returns:
+        The number in the call, at least one for each stage, and the size of its groups.
+    """
+    stages = config.pipeline_model_parallel_size
+    number = max(number, stages)
+    first = min(max(config.microbatch_group_size_per_vp_stage, stages), number)
+    sizes = range(first, number + 1)
+    return number, next(size for size in sizes if not 0 < number % size < stages)
 
 
 def unwrapped(module: nn.Module, attribute: str) -> Any:

@@ -77,7 +77,11 @@ def config(toy: Toy, **parallel: Any) -> TransformerConfig:
     """
     dtype = torch.bfloat16 if toy.bf16 else torch.float64 if toy.double else torch.float32
     experts = {"num_moe_experts": toy.experts, "moe_router_topk": 2, **toy.router} if toy.experts else {}
+    # messages in both directions between two stages would be confused in one batch
+    overlapped = bool(parallel.get("virtual_pipeline_model_parallel_size"))
     return TransformerConfig(
+        overlap_p2p_comm=overlapped,
+        batch_p2p_comm=not overlapped,
         num_layers=toy.layers,
         hidden_size=toy.hidden,
         num_attention_heads=toy.heads,
@@ -99,28 +103,35 @@ def config(toy: Toy, **parallel: Any) -> TransformerConfig:
 
 
 def model(toy: Toy, transformer: TransformerConfig) -> nn.Module:
-    """This rank's part of the model; megatron-core's ``parallel_state`` and random states must have been initialised.
+    """This rank's part of the model, a `ModuleList` with virtual stages; megatron-core's ``parallel_state`` and random
+    states must have been initialised.
 
     With several pipeline stages and tied embeddings this is a collective of the embedding group.
     """
     layer = get_gpt_layer_local_spec(num_experts=toy.experts or None, moe_grouped_gemm=False)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
-    stages = transformer.pipeline_model_parallel_size
-    gpt = GPTModel(
-        config=transformer,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * (toy.layers // stages), layer_norm=SequenceParallelNorm
-        ),
-        vocab_size=VOCABULARY,
-        max_sequence_length=toy.length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=toy.tied,
-    )
-    if toy.double:
-        gpt.double()
-    stage: nn.Module = Float16Module(transformer, gpt) if toy.bf16 else gpt
-    return stage
+    virtual = transformer.virtual_pipeline_model_parallel_size
+    layers = toy.layers // (transformer.pipeline_model_parallel_size * (virtual or 1))
+
+    def stage(number: int | None) -> nn.Module:
+        gpt = GPTModel(
+            config=transformer,
+            transformer_layer_spec=TransformerBlockSubmodules(
+                layer_specs=[layer] * layers, layer_norm=SequenceParallelNorm
+            ),
+            vocab_size=VOCABULARY,
+            max_sequence_length=toy.length,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
+            share_embeddings_and_output_weights=toy.tied,
+            vp_stage=number,
+        )
+        if toy.double:
+            gpt.double()
+        wrapped: nn.Module = Float16Module(transformer, gpt) if toy.bf16 else gpt
+        return wrapped
+
+    return nn.ModuleList([stage(number) for number in range(virtual)]) if virtual else stage(None)
 
 
 class Text(Dataset[dict[str, Tensor]]):

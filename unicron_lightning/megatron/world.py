@@ -77,7 +77,14 @@ def enter_world(channels: Channels, shape: Shape, device: torch.device, check: C
         if len(ranks) == 1:
             return dist.ProcessGroupGloo(dist.PrefixStore(str(ranks), alone), 0, 1, timeout=OPERATION_TIMEOUT)
         group = channels.group(ranks)
-        return group.backend if device.type == "cuda" else ProcessGroup(group, rank, len(ranks))
+        if device.type == "cuda":
+            return group.backend
+        made = ProcessGroup(group, rank, len(ranks))
+        if len(ranks) == grid.size and grid.shards > 1:
+            # Megatron's interleaved schedule sends messages between two stages through the world's group, too. Failures
+            # of other replicas must not interrupt them.
+            made.route(channels.inner[tuple(range(grid.shards))], grid.partners())
+        return made
 
     backend = f"cpu:{BACKEND},cuda:nccl" if device.type == "cuda" else BACKEND
     _initialize(shape, grid, channels.store, provide, backend)
@@ -134,6 +141,7 @@ def _initialize(
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=shape.tensor,
             pipeline_model_parallel_size=shape.pipeline,
+            virtual_pipeline_model_parallel_size=shape.virtual if shape.virtual > 1 else None,
             expert_model_parallel_size=shape.expert,
             create_gloo_process_groups=False,
         )

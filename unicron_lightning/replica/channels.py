@@ -292,6 +292,16 @@ class ProcessGroup(dist.ProcessGroup):
         self._peers = group
         self._inner = dist.ProcessGroup(dist.HashStore(), self.rank(), self.size())
         self._inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, group.backend)
+        self._letters: tuple[PeerGroup, Mapping[int, int]] = group, {}
+
+    def route(self, group: PeerGroup, ranks: Mapping[int, int]) -> None:
+        """Have messages, unlike collectives, go through other connections.
+
+        Args:
+            group: those connections.
+            ranks: from this group's ranks to those there.
+        """
+        self._letters = group, ranks
 
     def admit(self) -> None:
         """Refuse a collective that must not begin now, by an exception."""
@@ -359,8 +369,14 @@ def _accelerable(name: str, start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _message(name: str) -> Callable[..., PeerMessage]:
-    def start(self: ProcessGroup, *args: Any, **kwargs: Any) -> PeerMessage:
-        return PeerMessage(getattr(self._inner, name)(*args, **kwargs), self._peers)
+    def start(self: ProcessGroup, tensors: Any, *where: int) -> PeerMessage:
+        group, ranks = self._letters
+        if not ranks:
+            return PeerMessage(getattr(self._inner, name)(tensors, *where), group)
+        if group.backend is None:
+            raise dist.DistNetworkError("the group's connections are closed")
+        peer, *tag = where
+        return PeerMessage(getattr(group.backend, name)(tensors, ranks[peer], *tag), group)
 
     return start
 
@@ -449,8 +465,7 @@ class Channels:
 
     def shards(self, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shards of a set of ranks of this replica; None if the set has ranks of other replicas."""
-        grid = self.grid
-        own = {grid.number(grid.place, shard): shard for shard in range(grid.shards)}
+        own = self.grid.partners()
         return tuple(own[rank] for rank in ranks) if own.keys() >= set(ranks) else None
 
     def record_waits(self, activity: Activity) -> None:

@@ -30,6 +30,7 @@ class Shape:
         replicas: model replicas (DP) without failures.
         sharded: whether each parameter is divided into shards (FSDP2).
         slices: tensor-parallel size of a lane (T) with FSDP2.
+        virtual: virtual pipeline stages of each worker (Megatron's interleaved schedule); 1: that schedule is not used.
     """
 
     tensor: int
@@ -38,6 +39,7 @@ class Shape:
     replicas: int
     sharded: bool = False
     slices: int = 1
+    virtual: int = 1
 
     @property
     def shards(self) -> int:
@@ -73,9 +75,10 @@ class Shape:
         return tensor + self.tensor * (lane + self.expert * stage)
 
     def relaid(self, layout: wire.Layout) -> Shape:
-        """The same number of workers in another layout, as ordered by an operator."""
+        """The same number of workers in another layout, as ordered by an operator; one stage has no virtual ones."""
         sizes = {name: getattr(layout, name) for name in ("tensor", "pipeline", "expert", "slices")}
-        return replace(self, **sizes, replicas=self.workers // layout.workers)
+        virtual = self.virtual if layout.pipeline > 1 else 1
+        return replace(self, **sizes, virtual=virtual, replicas=self.workers // layout.workers)
 
     def grid(self, *, replicas: int, place: int, shard: int) -> Grid:
         """Place of a worker among the active ones."""
@@ -123,6 +126,10 @@ class Grid:
     def rank(self) -> int:
         """This worker's rank in `torch.distributed`."""
         return self.number(self.place, self.shard)
+
+    def partners(self) -> dict[int, int]:
+        """Ranks of this worker's replica, with their shards."""
+        return {self.number(self.place, shard): shard for shard in range(self.shards)}
 
     def within(self) -> Iterator[tuple[int, ...]]:
         """Sets of this worker's replica, as shards: its layers' slices, its pipeline, the pipeline's ends, and the
