@@ -9,10 +9,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from megatron.core import tensor_parallel
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -98,8 +100,23 @@ class StageBatches:
             idle = [row for row in rows if not self.rows.own(row)[1]]
             with self._loaded.calling(rows):
                 self._grid.member.model.call(self.forward, rows, divisor=divisor, last=last, idle=idle)
+            if self._grid.shape.context > 1 and self._grid.is_last:
+                self._average(self.rows.counted(rows))
         for number in self.rows.counted(rows):
             self._batch.finished(number)
+
+    def _average(self, numbers: Sequence[int]) -> None:
+        """Average losses and logged values of some micro-batches over the parts of each sequence."""
+        done = [self._done[number] for number in numbers]
+        means = iter(
+            average_parts(
+                self._grid, [value for loss, calls in done for value in (loss, *(each.value for each in calls))]
+            )
+        )
+        for number, (_, calls) in zip(numbers, done, strict=True):
+            loss = next(means)
+            assert loss is not None
+            self._done[number] = loss, [replace(each, value=next(means)) for each in calls]
 
     def forward(self, row: int, virtual: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Run a forward step; see `megatron.model.ForwardStep`."""
@@ -195,6 +212,26 @@ def transfer_batch(grid: MegatronParallel, samples: Any, place: tuple[int, ...],
     return strategy.to_device(samples, loader)
 
 
+def average_parts(grid: MegatronParallel, values: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Average losses and logged values over the parts of each sequence: a collective of their workers.
+
+    Raises:
+        ConfigError: a torchmetrics object was logged, whose value is None: it has this worker's part alone.
+        RuntimeError: the collective has failed.
+    """
+    if not values:
+        return []
+    numbers = [value.to(grid.member.model.device, torch.float64) for value in values if value is not None]
+    if len(numbers) < len(values):
+        raise ConfigError(
+            f"self.log of a torchmetrics object with context_parallel_size={grid.shape.context}: it would see this "
+            "worker's part of each sequence alone; log numbers, which are averaged over the parts"
+        )
+    means = torch.stack(numbers)
+    dist.all_reduce(means, group=parallel_state.get_context_parallel_group())
+    return [*(means / grid.shape.context)]
+
+
 _SHARED: Final = "data-parallel-rng"
 """Megatron's name of the state that is the same on all tensor-parallel workers."""
 
@@ -265,6 +302,11 @@ class StagePass:
         if rows:
             with self._loaded.calling(rows):
                 self._grid.member.model.evaluate(self._evaluate_stage, rows, size)
+            numbers = self.rows.counted(rows) if self._grid.shape.context > 1 and self._grid.is_last else []
+            logged = self._batch.calls
+            means = iter(average_parts(self._grid, [call.value for number in numbers for call in logged[number]]))
+            for number in numbers:
+                logged[number] = [replace(call, value=next(means)) for call in logged[number]]
         for number in self.rows.counted(rows):
             batch.finished(number)
 

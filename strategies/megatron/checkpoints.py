@@ -233,6 +233,7 @@ class GridDivision(SpreadDivision):
         config, shape = self._model.config, self._grid.shape
         sizes = [getattr(config, name, None) for name in ("num_layers", "hidden_size", "ffn_hidden_size")]
         experts = [shape.expert, config.num_moe_experts] if self._model.experts else []
-        virtual = [f"virtual={shape.virtual}"] if shape.virtual > 1 else []
+        further = (("virtual", shape.virtual), ("context", shape.context))
+        named = [f"{name}={size}" for name, size in further if size > 1]
         layout = [shape.tensor, shape.pipeline, self._model.keeper is not None]
-        return [*layout, str(config.params_dtype), *sizes, *experts, *virtual]
+        return [*layout, str(config.params_dtype), *sizes, *experts, *named]

@@ -73,7 +73,6 @@ def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
         ConfigError: naming the field.
     """
     wanted: list[tuple[Any, str, Any]] = [
-        (config, "context_parallel_size", 1),
         (config, "mtp_num_layers", None),
         (config, "fp16", False),
         (config, "fp8", None),
@@ -116,6 +115,7 @@ def check_megatron_layout(config: Any, shape: Shape) -> None:
         ("tensor_model_parallel_size", shape.tensor),
         ("pipeline_model_parallel_size", shape.pipeline),
         ("virtual_pipeline_model_parallel_size", shape.virtual if shape.virtual > 1 else None),
+        ("context_parallel_size", shape.context),
         ("expert_model_parallel_size", shape.expert),
     ):
         found = getattr(config, field, 1)
@@ -153,6 +153,32 @@ def check_virtual_stages(config: Any, ddp: Any, shape: Shape, device: torch.devi
             raise ConfigError(
                 f"{name}={found!r} with virtual_pipeline_model_parallel_size={shape.virtual}: {reason}; expected "
                 f"{expected!r}"
+            )
+
+
+def check_context(config: Any, ddp: Any, shape: Shape) -> None:
+    """Refuse settings beside context parallelism that are untested.
+
+    Args:
+        config: Megatron's `TransformerConfig`.
+        ddp: its `DistributedDataParallelConfig`.
+        shape: of the present world.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if shape.context == 1:
+        return
+    untested = "failures of both together are untested"
+    for name, found, expected, reason in (
+        ("num_moe_experts", getattr(config, "num_moe_experts", None), None, untested),
+        ("virtual_pipeline_model_parallel_size", shape.virtual, 1, untested),
+        ("use_distributed_optimizer", ddp.use_distributed_optimizer, False, "shards within a replica have no copies"),
+        ("hierarchical_context_parallel_sizes", config.hierarchical_context_parallel_sizes, None, untested),
+    ):
+        if found != expected:
+            raise ConfigError(
+                f"{name}={found!r} with context_parallel_size={shape.context}: {reason}; expected {expected!r}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Megatron's parallelism: replicas of TP x EP x PP workers hold the model together.
+"""Megatron's parallelism: replicas of TP x CP x EP x PP workers hold the model together.
 
 Its optimizer has torch's interface, for Lightning and for learning-rate schedulers.
 """
@@ -40,6 +40,7 @@ from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.megatron.batches import StageSteps, seed_micro_batch, stage_evaluation
 from unicron_lightning.strategies.megatron.checkpoints import GridCheckpoints, GridDivision
 from unicron_lightning.strategies.megatron.checks import (
+    check_context,
     check_experts,
     check_megatron_config,
     check_megatron_layout,
@@ -221,7 +222,7 @@ class MegatronParallel(Parallelism):
 
     Args:
         strategy: the strategy that it belongs to.
-        shape: TP, PP, its virtual stages and EP as the script gives them, of one replica.
+        shape: TP, PP, its virtual stages, CP and EP as the script gives them, of one replica.
         ddp: configuration of Megatron's data parallelism.
         sequence_length: length of the tensors between pipeline stages; None: the model's longest sequence.
         redundancy: redundancy of the optimizer's shards, if it has some.
@@ -279,7 +280,17 @@ class MegatronParallel(Parallelism):
     @property
     def tells(self) -> bool:
         """Whether this worker, the first of its lane's last stage, reports the results of the lane's micro-batches."""
-        return self.coordinate == (0, self.shape.pipeline - 1)
+        return self.is_last and self.coordinate[0] == self.context_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this worker is in the last stage, and so has the loss."""
+        return self.coordinate[1] == self.shape.pipeline - 1
+
+    @property
+    def context_rank(self) -> int:
+        """Part of each sequence that this worker has."""
+        return self.shape.column(self.member.fabric.own_shard) % self.shape.context
 
     @property
     def shape(self) -> Shape:
@@ -299,7 +310,7 @@ class MegatronParallel(Parallelism):
         width = self._script.width
         if shape.devices % width:
             raise ConfigError(
-                f"{shape.devices} data-parallel lanes (devices x num_nodes / (TP x PP)) are no multiple of "
+                f"{shape.devices} data-parallel lanes (devices x num_nodes / (TP x CP x PP)) are no multiple of "
                 f"expert_model_parallel_size={width}"
             )
         grid = replace(self._script, replicas=shape.devices // width)
@@ -368,7 +379,7 @@ class MegatronParallel(Parallelism):
         """
         self.virtual_stage = virtual
         tensor, stage = self.coordinate
-        number = stage + self.shape.pipeline * virtual
+        number = stage + self.shape.pipeline * (virtual + self.shape.virtual * self.context_rank)
         seed_micro_batch(self.strategy.seed, place, tensor, number, self.strategy.root_device)
 
     def share(self, micro_batches: range) -> list[int]:
@@ -452,12 +463,14 @@ def build_shard(
     check_megatron_layout(config, grid)
     check_experts(config, ddp, grid)
     check_virtual_stages(config, ddp, grid, next(model.parameters()).device)
+    check_context(config, ddp, grid)
     length = length or sequence_length(virtual_stages(model)[0])
     shard = ShardModel(
         model,
         ddp,
         optimizer,
         lanes=grid.replicas * grid.width,
+        context=grid.context,
         sequence_length=length,
         groups=current_groups(),
         redundancy=redundancy,

@@ -1,8 +1,8 @@
 """The Lightning strategy ``unicron_megatron``: megatron-core's parallelism, trained straight through failures.
 
 The module builds its stage of the model in ``configure_model``; Megatron's schedules, data parallelism and optimizers
-do the rest, unpatched. The unit of failure is a replica of the model, TP x EP x PP workers (docs/megatron.md). Data,
-logging, joining and Lightning's loops work as with `UnicronStrategy`.
+do the rest, unpatched. The unit of failure is a replica of the model, TP x CP x EP x PP workers (docs/megatron.md).
+Data, logging, joining and Lightning's loops work as with `UnicronStrategy`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
         pipeline_model_parallel_size: PP; the same.
         virtual_pipeline_model_parallel_size: virtual stages of each worker, for Megatron's interleaved schedule; None
             or 1: none. They need several pipeline stages.
+        context_parallel_size: CP: workers of a replica that divide each sequence among them.
         expert_model_parallel_size: EP: workers of a replica that divide the experts among them, each computing
             micro-batches of its own.
         ddp: configuration of Megatron's data parallelism.
@@ -51,6 +52,7 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
         tensor_model_parallel_size: int = 1,
         pipeline_model_parallel_size: int = 1,
         virtual_pipeline_model_parallel_size: int | None = None,
+        context_parallel_size: int = 1,
         expert_model_parallel_size: int = 1,
         ddp: DistributedDataParallelConfig | None = None,
         sequence_length: int | None = None,
@@ -72,6 +74,7 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
             ("tensor_model_parallel_size", tensor_model_parallel_size),
             ("pipeline_model_parallel_size", pipeline_model_parallel_size),
             ("virtual_pipeline_model_parallel_size", virtual),
+            ("context_parallel_size", context_parallel_size),
             ("expert_model_parallel_size", expert_model_parallel_size),
         ):
             if size < 1:
@@ -86,6 +89,7 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
             tensor=tensor_model_parallel_size,
             pipeline=pipeline_model_parallel_size,
             expert=expert_model_parallel_size,
+            context=context_parallel_size,
             virtual=virtual,
             replicas=1,
         )
@@ -123,6 +127,11 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
     def virtual_stage(self) -> int:
         """Virtual stage of this worker whose forward runs now: ``training_step`` calls that part of the model."""
         return self._grid.virtual_stage
+
+    @property
+    def context_parallel_size(self) -> int:
+        """The present CP."""
+        return self._grid.shape.context
 
     @property
     def expert_model_parallel_size(self) -> int:

@@ -71,16 +71,28 @@ class Training:
 
 def _forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
     output = toy.forward(model, next(batches))
-    return output, lambda output: (toy.loss(output), {})
+    parts = parallel_state.get_context_parallel_world_size()  # the losses of a sequence's parts are added up
+    return output, lambda output: (toy.loss(output) / parts, {})
 
 
 def start(
-    rank: int, world: int, folder: Path, *, tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, name: str = "store"
+    rank: int,
+    world: int,
+    folder: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    name: str = "store",
 ) -> None:
     """Initialise the default process group and megatron-core's groups, over a file in ``folder``."""
     store = dist.FileStore(str(folder / name), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    parallel_state.initialize_model_parallel(tp, pp, vpp if vpp > 1 else None, expert_model_parallel_size=ep)
+    parallel_state.initialize_model_parallel(
+        tp, pp, vpp if vpp > 1 else None, context_parallel_size=cp, expert_model_parallel_size=ep
+    )
 
 
 def build(options: toy.Toy, *, zero1: bool, clip: float = 1.0, seed: int = 1234, **ddp_options: Any) -> Training:
@@ -91,6 +103,7 @@ def build(options: toy.Toy, *, zero1: bool, clip: float = 1.0, seed: int = 1234,
         options,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
     )
     ddp_config = DistributedDataParallelConfig(
@@ -118,6 +131,7 @@ def train(
     *,
     tp: int = 1,
     pp: int = 1,
+    cp: int = 1,
     ep: int = 1,
     zero1: bool = False,
     steps: int = 2,
@@ -127,7 +141,7 @@ def train(
 ) -> list[float]:
     """Scenario: train some steps in a layout, with the shim except for one patch; return the gradients' norms."""
     shim.install(without={without} - {""})
-    start(rank, world, folder, tp=tp, pp=pp, ep=ep)
+    start(rank, world, folder, tp=tp, pp=pp, cp=cp, ep=ep)
     training = build(toy.Toy(**options or {}), zero1=zero1, **ddp_options)
     norms = [training.step(number, 4) for number in range(steps)]
     dist.destroy_process_group()

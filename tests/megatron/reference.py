@@ -38,22 +38,25 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
     """Scenario: train to the last of ``steps``, keep the parameters after each; return the gradients' norms."""
     shim.install()
     torch.compiler.set_stance("force_eager")  # as in train.py
-    options, experts = toy.Toy(**settings["toy"]), settings.get("ep", 1)
-    plain.start(rank, world, folder, tp=settings["tp"], pp=settings["pp"], vpp=settings.get("vpp", 1), ep=experts)
+    options, experts, parts = toy.Toy(**settings["toy"]), settings.get("ep", 1), settings.get("cp", 1)
+    plain.start(
+        rank, world, folder, tp=settings["tp"], pp=settings["pp"], vpp=settings.get("vpp", 1), cp=parts, ep=experts
+    )
     module, ddps, optimizer = _build(settings, options)
     data = _samples(settings, options.length)
     norms, balances = [], []
     tensor = parallel_state.get_tensor_model_parallel_rank()
     stage = parallel_state.get_pipeline_model_parallel_rank()
+    part = parallel_state.get_context_parallel_rank()
 
     def forward_step(batches: Any, model: Any) -> Any:
         place, batch, weight = next(batches)
         virtual = next(number for number, ddp in enumerate(ddps) if ddp is model)
-        seed_micro_batch(1234, place, tensor, stage + settings["pp"] * virtual, torch.device("cpu"))
+        seed_micro_batch(1234, place, tensor, stage + settings["pp"] * (virtual + part), torch.device("cpu"))
         get_moe_layer_wise_logging_tracker().clear()
         output = toy.forward(model, batch)
         balances.append(toy.balance())
-        return output, lambda output: (toy.loss(output) * weight, {})
+        return output, lambda output: (toy.loss(output) * weight / parts, {})
 
     for step in range(max(steps)):
         for ddp in ddps:
@@ -73,9 +76,10 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
             group["lr"] *= 0.99
         if settings.get("validate") and (step + 1 in steps or (step + 1) % settings["validate"] == 0):
             _judge(ddps, module, options, settings, folder / f"validation-{rank}-{step + 1}")
-        if step + 1 in steps and parallel_state.get_expert_data_parallel_rank() == 0:
-            lane = parallel_state.get_data_parallel_rank()
-            _keep(module, folder / f"plain-{step + 1}-{tensor + settings['tp'] * (lane + experts * stage)}.pt")
+        lane = parallel_state.get_data_parallel_rank()
+        if step + 1 in steps and lane < experts:
+            lane = part + parts * lane
+            _keep(module, folder / f"plain-{step + 1}-{tensor + settings['tp'] * (lane + experts * parts * stage)}.pt")
     if options.experts:
         balance = torch.tensor(balances, dtype=torch.float64).view(max(steps), -1).mean(1)
         dist.all_reduce(balance)
@@ -94,6 +98,7 @@ def _build(settings: dict[str, Any], options: toy.Toy) -> tuple[Any, list[Any], 
         pipeline_model_parallel_size=settings["pp"],
         virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         microbatch_group_size_per_vp_stage=settings["accumulation"] if settings.get("vpp", 1) > 1 else None,
+        context_parallel_size=settings.get("cp", 1),
         expert_model_parallel_size=settings.get("ep", 1),
     )
     module = toy.model(options, config)
@@ -165,7 +170,9 @@ def _validation(ddps: list[Any], module: Any, options: toy.Toy, numbers: list[in
         )
     config.microbatch_group_size_per_vp_stage = group
     module.train()
-    return sum(losses) / len(numbers)
+    mean = torch.tensor(sum(losses) / len(numbers) / parallel_state.get_context_parallel_world_size())
+    dist.all_reduce(mean, group=parallel_state.get_context_parallel_group())
+    return float(mean)
 
 
 def _samples(settings: dict[str, Any], length: int) -> Any:

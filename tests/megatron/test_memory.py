@@ -25,12 +25,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "zero1_alone": {"pp": 2, "dp": 1, **ZERO1},
     "experts": EXPERTS,
     "interleaved": {"pp": 2, "vpp": 2},
+    "parts": {"cp": 2, "toy": {"double": True}, "optimizer": {"clip_grad": 0.0}},
     "experts_alone": {**EXPERTS, "dp": 1},
 }
 
 
 def begin(folder: Path, model: dict[str, Any]) -> Cluster:
-    workers = model["tp"] * model["pp"] * model.get("ep", 1) * model["dp"]
+    workers = model["tp"] * model["pp"] * model.get("cp", 1) * model.get("ep", 1) * model["dp"]
     settings = {**model, "steps": 6, "finish": True, "full": workers, "pace": 0.15, "memory": [EVERY, 1]}
     return Cluster(folder, script=SCRIPT, agents=workers, nodes=f"2:{workers}", settings=settings, leaves="agent-*/*")
 
@@ -49,7 +50,7 @@ def end(cluster: Cluster, model: dict[str, Any], died: float, worlds: Any) -> di
     assert min(note["step"] for note in notes if note["at"] > restored["at"]) == restored["step"]
     assert not cluster.events("worker.memory_checkpoint_failed")
     # Some may have begun before others, and then the sums over lanes and replicas had another order.
-    check(cluster.folder, model, worlds, within=1e-10 if "ep" in model else 0.0)
+    check(cluster.folder, model, worlds, within=1e-10 if {"ep", "cp"} & model.keys() else 0.0)
     return dict(restored)
 
 
@@ -61,7 +62,7 @@ def after_step(cluster: Cluster, model: dict[str, Any], step: int) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    "name", ["zero1", *(pytest.param(name, marks=AGAIN) for name in ("bfloat16", "experts", "interleaved"))]
+    "name", ["zero1", *(pytest.param(name, marks=AGAIN) for name in ("bfloat16", "experts", "interleaved", "parts"))]
 )
 def test_all_workers_die(name: str, tmp_path: Path, worlds: Any) -> None:
     model = {**MODEL, **MODELS[name]}

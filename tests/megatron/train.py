@@ -54,6 +54,7 @@ SETTINGS: dict[str, Any] = {
     "tp": 1,
     "pp": 1,
     "vpp": 1,  # virtual stages of a worker
+    "cp": 1,  # workers that divide each sequence
     "ep": 1,
     "dp": 2,  # replicas
     "accumulation": 2,  # micro-batches of a replica's share
@@ -142,6 +143,7 @@ class Model(pl.LightningModule):
             tensor_model_parallel_size=tensor,
             pipeline_model_parallel_size=pipeline,
             virtual_pipeline_model_parallel_size=strategy.virtual_pipeline_model_parallel_size,
+            context_parallel_size=strategy.context_parallel_size,
             expert_model_parallel_size=strategy.expert_model_parallel_size,
         )
         self.model = toy.model(self.toy, config)
@@ -343,6 +345,7 @@ def main() -> None:
         tensor_model_parallel_size=settings["tp"],
         pipeline_model_parallel_size=settings["pp"],
         virtual_pipeline_model_parallel_size=settings["vpp"],
+        context_parallel_size=settings["cp"],
         expert_model_parallel_size=settings["ep"],
         ddp=DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16, **settings["ddp"]}),
         redundancy=None if settings["redundancy"] is None else Redundancy(**settings["redundancy"]),
@@ -353,7 +356,7 @@ def main() -> None:
         strategy=strategy,
         accelerator=settings["accelerator"],
         devices=1,
-        num_nodes=settings["tp"] * settings["pp"] * settings["ep"] * settings["dp"],
+        num_nodes=settings["tp"] * settings["pp"] * settings["cp"] * settings["ep"] * settings["dp"],
         accumulate_grad_batches=settings["accumulation"],
         max_steps=-1 if settings["finish"] else settings["steps"],
         max_epochs=-1,

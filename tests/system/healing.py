@@ -22,7 +22,7 @@ def healed(cluster: Cluster, folder: Path, number: int) -> bool:
 def check(folder: Path, model: dict[str, Any], worlds: Any, within: float = 0.0) -> None:
     """Every worker's parameters, and each step's norm, are those of a plain Megatron loop, within a difference."""
     step, paths = finals(folder)
-    world = model["tp"] * model["pp"] * model.get("ep", 1) * model["dp"]
+    world = model["tp"] * model["pp"] * model.get("cp", 1) * model.get("ep", 1) * model["dp"]
     assert len(paths) == world
     norms = worlds.run("reference:run", world, folder / "plain", settings=model, steps=[step])[0]
     logged = {note["step"]: note["norm"] for note in notes(folder, "step")}

@@ -219,8 +219,9 @@ def _is_of_first_replica(each: ShardedTensor | ShardedObject) -> bool:
             f"{each.key} has replica_id={found!r}: expected a tuple that ends with the data-parallel rank {own}, or "
             f"with that of experts, {of_experts}"
         )
-    # The two ranks are equal only in the first lane of the first replica.
-    lane = own % parallel_state.get_expert_model_parallel_world_size() if found[-1] == own else 0
+    # With experts the two ranks are equal only in the first lane of the first replica; otherwise always.
+    columns = parallel_state.get_expert_model_parallel_world_size() * parallel_state.get_context_parallel_world_size()
+    lane = own % columns if found[-1] == own else 0
     return bool(is_main_replica((*found[:-1], lane)))
 
 

@@ -25,7 +25,8 @@ class MainGradients:
     Args:
         ddps: Megatron's `DistributedDataParallel` of each part of the model on this worker; only the attribute
             ``start_grad_sync`` of its bucket groups is set.
-        lanes: declared number over all replicas, whose inverse scales each gradient, whatever the present number is.
+        lanes: declared number over all replicas, and over the parts of a sequence, whose inverse scales each gradient,
+            whatever the present number is.
         beside: sums something else over the replicas, after the gradients.
     """
 

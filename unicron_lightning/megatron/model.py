@@ -37,6 +37,7 @@ class ShardModel:
         ddp_config: of Megatron's data parallelism.
         optimizer_config: of its optimizer.
         lanes: declared data-parallel lanes of all replicas: workers that compute micro-batches of their own.
+        context: workers that divide each sequence.
         sequence_length: of the tensors that pipeline stages exchange.
         groups: the groups that it was built with, by role.
         redundancy: of the optimizer's shards; None if each replica has the whole state (no distributed optimizer).
@@ -56,6 +57,7 @@ class ShardModel:
         optimizer_config: OptimizerConfig,
         *,
         lanes: int,
+        context: int = 1,
         sequence_length: int,
         groups: Groups,
         redundancy: Redundancy | None = None,
@@ -75,7 +77,7 @@ class ShardModel:
         self.config.finalize_model_grads_func = None  # finalization is called separately, after the gate
         self.config.no_sync_func = None
         self.experts = Experts(module, self.config)
-        self.gradients = MainGradients(self.ddps, lanes, self.experts.reduce)
+        self.gradients = MainGradients(self.ddps, lanes * context, self.experts.reduce)
         self.keeper: ShardKeeper | None = None
         if redundancy is not None:
             (ddp,) = self.ddps
@@ -84,7 +86,7 @@ class ShardModel:
             self.keeper = ShardKeeper(optimizer, self.gradients, redundancy)
         self.before_update: Callable[[], None] = lambda: None
         self.grad_norm = 0.0
-        self._lanes = lanes
+        self._lanes, self._context = lanes, context
         self._scale = 1.0
         self._sequence_length = sequence_length
         self.micro_batch_size = 1
@@ -137,7 +139,8 @@ class ShardModel:
             idle: rows whose micro-batch here does not count.
         """
         padded, _ = interleaving(len(rows), self.config) if len(self.ddps) > 1 else (len(rows), 0)
-        factor = padded * self._lanes / divisor
+        # Megatron sums the gradients of a sequence's parts, whose losses are means over the parts
+        factor = padded * self._lanes / divisor / self._context
 
         def step(places: Any, _: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             place, virtual = next(places)

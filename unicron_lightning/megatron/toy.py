@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -18,6 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -68,6 +70,54 @@ class SequenceParallelNorm(nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class _SequenceGather(torch.autograd.Function):
+    """Concatenates the parts of a sequence that the ranks of a group have, [part, ...] each, in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0].contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
+
+
+def _positions(part: int, parts: int, length: int) -> Tensor:
+    """Positions of a context-parallel rank's tokens, as megatron-core's ``get_batch_on_this_cp_rank`` divides them."""
+    half = length // 2
+    first, second = part * half, (2 * parts - 1 - part) * half
+    return torch.cat([torch.arange(first, first + half), torch.arange(second, second + half)])
+
+
+class GatheredAttention(nn.Module):
+    """Causal attention of a part of each sequence to the keys and values of all parts.
+
+    Megatron-core's own attention without Transformer Engine refuses context parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(config.attention_dropout)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Attend; all arguments, and the result's parts by head, are [part of the sequence, samples, heads, size]."""
+        group = parallel_state.get_context_parallel_group()
+        gather: Any = _SequenceGather.apply
+        keys, values = gather(key, group), gather(value, group)
+        length, samples = query.shape[:2]
+        own = _positions(group.rank(), group.size(), length)
+        every = torch.cat([_positions(part, group.size(), length) for part in range(group.size())])
+        scores = torch.einsum("qbhd,kbhd->bhqk", query, keys) / query.shape[-1] ** 0.5
+        hidden = (every[None, :] > own[:, None]).to(query.device)
+        weights = self.dropout(scores.masked_fill(hidden, float("-inf")).softmax(-1))
+        return torch.einsum("bhqk,kbhd->qbhd", weights, values).reshape(length, samples, -1)
+
+
 def config(toy: Toy, **parallel: Any) -> TransformerConfig:
     """The transformer's configuration.
 
@@ -109,6 +159,8 @@ def model(toy: Toy, transformer: TransformerConfig) -> nn.Module:
     With several pipeline stages and tied embeddings this is a collective of the embedding group.
     """
     layer = get_gpt_layer_local_spec(num_experts=toy.experts or None, moe_grouped_gemm=False)
+    if transformer.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = GatheredAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
     virtual = transformer.virtual_pipeline_model_parallel_size
     layers = toy.layers // (transformer.pipeline_model_parallel_size * (virtual or 1))
@@ -161,11 +213,13 @@ def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         batch: "tokens" and "labels" of shape [micro-batch, length].
 
     Returns:
-        The loss of each token, [micro-batch, length], on the last stage, else activations for the next one.
+        The loss of each token, [micro-batch, length], on the last stage, else activations for the next one; with
+        context parallelism, of this rank's part of the sequence.
     """
     tokens = batch["tokens"]
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    output: Tensor = model(tokens, positions, None, labels=batch["labels"])
+    part = get_batch_on_this_cp_rank({"tokens": tokens, "labels": batch["labels"], "positions": positions})
+    output: Tensor = model(part["tokens"], part["positions"], None, labels=part["labels"])
     return output
 
 

@@ -142,6 +142,7 @@ def _initialize(
             tensor_model_parallel_size=shape.tensor,
             pipeline_model_parallel_size=shape.pipeline,
             virtual_pipeline_model_parallel_size=shape.virtual if shape.virtual > 1 else None,
+            context_parallel_size=shape.context,
             expert_model_parallel_size=shape.expert,
             create_gloo_process_groups=False,
         )

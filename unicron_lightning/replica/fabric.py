@@ -242,10 +242,10 @@ class ReplicaFabric:
 
     @property
     def _reduces_within(self) -> bool:
-        """Whether partners wait for this worker even in the reduction: a single replica's lanes sum their gradients."""
+        """Whether partners wait for this worker even in the reduction: a single replica's columns sum gradients."""
         shape, place = self.shape, self.place
-        lanes = 1 if shape.sharded else shape.width
-        return lanes > 1 and place is not None and len(place.layout.replicas) == 1
+        columns = 1 if shape.sharded else shape.columns
+        return columns > 1 and place is not None and len(place.layout.replicas) == 1
 
     def settle(self, epoch: wire.Epoch, abouts: Sequence[Any], *, even: bool) -> None:
         """Plan the layout; exit if training can continue only from a checkpoint, so that the agent restarts this

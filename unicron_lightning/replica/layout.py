@@ -18,7 +18,7 @@ from unicron_lightning.errors import UnicronError
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The declared world: replicas of TP x EP x PP workers with Megatron, of S x T workers with FSDP2.
+    """The declared world: replicas of TP x CP x EP x PP workers with Megatron, of S x T workers with FSDP2.
 
     The workers of a *lane* compute the same micro-batch. With FSDP2 worker ``i`` is in lane ``i // T``, and those at
     the same place of all lanes have the same slice of each tensor, which FSDP2 divides among them.
@@ -27,6 +27,7 @@ class Shape:
         tensor: tensor-parallel size (TP), or the number of shards (S).
         pipeline: pipeline stages (PP); 1 for shards.
         expert: expert-parallel size (EP); 1 for shards.
+        context: context-parallel size (CP): workers that divide each sequence; 1 for shards.
         replicas: model replicas (DP) without failures.
         sharded: whether each parameter is divided into shards (FSDP2).
         slices: tensor-parallel size of a lane (T) with FSDP2.
@@ -36,6 +37,7 @@ class Shape:
     tensor: int
     pipeline: int = 1
     expert: int = 1
+    context: int = 1
     replicas: int
     sharded: bool = False
     slices: int = 1
@@ -43,8 +45,13 @@ class Shape:
 
     @property
     def shards(self) -> int:
-        """Workers of a replica, counted along tensor parallelism first, then along its lanes, then its stages."""
-        return self.tensor * self.expert * self.pipeline * self.slices
+        """Workers of a replica, counted along tensor parallelism first, then along its columns, then its stages."""
+        return self.tensor * self.columns * self.pipeline * self.slices
+
+    @property
+    def columns(self) -> int:
+        """Workers of a stage that have the same slice of its layers: parts of a sequence, and lanes."""
+        return self.context * self.expert
 
     @property
     def width(self) -> int:
@@ -60,23 +67,28 @@ class Shape:
     def layout(self) -> wire.Layout:
         """Distribution of a replica."""
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert, "slices": self.slices}
+        sizes["context"] = self.context
         return wire.Layout(**sizes, sharded=self.sharded)
 
     def coordinate(self, shard: int) -> tuple[int, int]:
         """Tensor-parallel rank and pipeline stage."""
-        return shard % self.tensor, shard // (self.tensor * self.expert)
+        return shard % self.tensor, shard // (self.tensor * self.columns)
 
     def lane(self, shard: int) -> int:
         """Lane of a shard: the place of its micro-batch in each row."""
-        return shard // self.slices if self.sharded else shard // self.tensor % self.expert
+        return shard // self.slices if self.sharded else self.column(shard) // self.context
 
-    def shard(self, tensor: int, lane: int, stage: int) -> int:
+    def column(self, shard: int) -> int:
+        """Column of a shard with Megatron: part of the sequence, then lane."""
+        return shard // self.tensor % self.columns
+
+    def shard(self, tensor: int, column: int, stage: int) -> int:
         """The shard at a place of a replica with Megatron."""
-        return tensor + self.tensor * (lane + self.expert * stage)
+        return tensor + self.tensor * (column + self.columns * stage)
 
     def relaid(self, layout: wire.Layout) -> Shape:
         """The same number of workers in another layout, as ordered by an operator; one stage has no virtual ones."""
-        sizes = {name: getattr(layout, name) for name in ("tensor", "pipeline", "expert", "slices")}
+        sizes = {name: getattr(layout, name) for name in ("tensor", "pipeline", "expert", "context", "slices")}
         virtual = self.virtual if layout.pipeline > 1 else 1
         return replace(self, **sizes, virtual=virtual, replicas=self.workers // layout.workers)
 
@@ -87,7 +99,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Numbering of the active workers, as Megatron's: tensor parallelism first, then lanes, and pipeline stages last.
+    """Numbering of the active workers, as Megatron's: tensor parallelism first, then columns, and pipeline stages last.
 
     It gives the sets of workers with which a worker exchanges tensors, in the same order on all workers; each kind of
     set divides the active workers. Megatron makes some twenty process groups, most of them of the same few sets; those
@@ -120,7 +132,7 @@ class Grid:
         if shape.sharded:
             return shard + self.shards * place
         tensor, stage = shape.coordinate(shard)
-        return tensor + shape.tensor * (shape.lane(shard) + shape.expert * (place + self.replicas * stage))
+        return tensor + shape.tensor * (shape.column(shard) + shape.columns * (place + self.replicas * stage))
 
     @property
     def rank(self) -> int:
@@ -133,44 +145,46 @@ class Grid:
 
     def within(self) -> Iterator[tuple[int, ...]]:
         """Sets of this worker's replica, as shards: its layers' slices, its pipeline, the pipeline's ends, and the
-        whole replica; with several lanes also its lane, its experts' lanes and all slices of its stage. With FSDP2: its
-        lane, the workers of its slice, and the whole replica.
+        whole replica; with several columns also its own, the same slice in all of them and all slices of its stage.
+        With FSDP2: its lane, the workers of its slice, and the whole replica.
         """
         shape = self.shape
-        (tensor, stage), lane = shape.coordinate(self.shard), shape.lane(self.shard)
+        tensor, stage = shape.coordinate(self.shard)
         if shape.sharded:
+            lane = shape.lane(self.shard)
             yield tuple(range(lane * shape.slices, (lane + 1) * shape.slices))
             yield tuple(range(self.shard % shape.slices, self.shards, shape.slices))
             yield tuple(range(self.shards))
             return
-        slices, lanes, stages = range(shape.tensor), range(shape.expert), range(shape.pipeline)
-        column = tuple(shape.shard(tensor, lane, other) for other in stages)
-        yield tuple(shape.shard(other, lane, stage) for other in slices)
-        yield column
+        slices, columns, stages = range(shape.tensor), range(shape.columns), range(shape.pipeline)
+        column = shape.column(self.shard)
+        pipeline = tuple(shape.shard(tensor, column, other) for other in stages)
+        yield tuple(shape.shard(other, column, stage) for other in slices)
+        yield pipeline
         if len(stages) > 2 and stage in (0, len(stages) - 1):
-            yield column[0], column[-1]
-        if len(lanes) > 1:
-            yield tuple(sorted(shape.shard(other, lane, each) for each in stages for other in slices))
-            yield tuple(shape.shard(tensor, other, stage) for other in lanes)
-            yield tuple(shape.shard(other, each, stage) for each in lanes for other in slices)
+            yield pipeline[0], pipeline[-1]
+        if len(columns) > 1:
+            yield tuple(sorted(shape.shard(other, column, each) for each in stages for other in slices))
+            yield tuple(shape.shard(tensor, other, stage) for other in columns)
+            yield tuple(shape.shard(other, each, stage) for each in columns for other in slices)
         yield tuple(range(shape.shards))
 
     def across(self) -> Iterator[tuple[int, ...]]:
         """Sets of several replicas, as ranks: this worker's shard and, unless parameters are divided into shards, its
-        stage and all ranks; with several lanes also the workers of the same slice in all lanes.
+        stage and all ranks; with several columns also the workers of the same slice in all of them.
         """
         shape, every = self.shape, range(self.replicas)
         yield tuple(sorted(self.number(place, self.shard) for place in every))
         if shape.sharded:
             return
         tensor, stage = shape.coordinate(self.shard)
-        slices, lanes = range(shape.tensor), range(shape.expert)
+        slices, columns = range(shape.tensor), range(shape.columns)
 
         def ranks(slices: Sequence[int]) -> tuple[int, ...]:
-            shards = [shape.shard(other, lane, stage) for lane in lanes for other in slices]
+            shards = [shape.shard(other, column, stage) for column in columns for other in slices]
             return tuple(sorted(self.number(place, shard) for place in every for shard in shards))
 
-        if len(lanes) > 1:
+        if len(columns) > 1:
             yield ranks([tensor])
         yield ranks(slices)
         yield tuple(range(self.size))

@@ -32,17 +32,20 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Whether each parameter is divided into shards (FSDP2)."""
     slices: Size = 1
     """Tensor-parallel size (T) within each shard; 1 for TP x PP."""
+    context: Size = 1
+    """Context-parallel size (CP); 1 for shards."""
 
     @property
     def workers(self) -> int:
         """Number of workers of a replica."""
-        return self.tensor * self.expert * self.pipeline * self.slices
+        return self.tensor * self.expert * self.context * self.pipeline * self.slices
 
     def plain(self) -> dict[str, int]:
         """The layout for events and answers."""
         if self.sharded:
             return {"shards": self.tensor, **({"tp": self.slices} if self.slices > 1 else {})}
-        return {"tp": self.tensor, "pp": self.pipeline, **({"ep": self.expert} if self.expert > 1 else {})}
+        further = {"cp": self.context, "ep": self.expert}
+        return {"tp": self.tensor, "pp": self.pipeline, **{name: size for name, size in further.items() if size > 1}}
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in self.plain().items())

@@ -40,6 +40,10 @@ def refusal(task: Task, layout: wire.Layout) -> str | None:
         return f"{layout}: the task has {spread.layout}; expected a new start of the script with other sizes"
     if layout.expert != spread.layout.expert:
         return f"{layout}: the task has {spread.layout}; a layout with experts divided among workers cannot be changed"
+    if layout.context != spread.layout.context:
+        return (
+            f"{layout}: the task has {spread.layout}; a layout with sequences divided among workers cannot be changed"
+        )
     return _misfit(spread, layout) or _lack(task, layout)
 
 

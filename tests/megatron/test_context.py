@@ -1,0 +1,118 @@
+"""Context parallelism: SIGKILL of workers that divide the sequences of a replica.
+
+All is computed in float64: the workers of a replica and those of other replicas sum their gradients together, so a
+failure changes the order of additions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from system.cluster import Cluster
+from system.healing import check, check_validation, healed
+from system.megatron import MODEL, SCRIPT, notes
+
+pytest.importorskip("megatron.core.package_info")
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.replica.layout import Shape
+from unicron_lightning.strategies.megatron.checks import check_context
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(850)]
+
+CLOSE = 1e-10
+PARTS: dict[str, Any] = {
+    **MODEL,
+    "cp": 2,
+    "toy": {"double": True, "dropout": 0.1, "layers": 2},
+    "optimizer": {"clip_grad": 0.0, "lr": 1e-3},
+}
+
+
+def die(point: str, replica: int | None, shard: int, **where: Any) -> dict[str, Any]:
+    return {"point": point, "replica": replica, "shard": shard, **where}
+
+
+SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "parts": (
+        {**PARTS, "validate": 2},
+        [
+            die("forward", 0, 0, micro_batch=1),  # the first worker of all
+            # in the single replica that is left, whose workers sum their gradients; its partner waits for this worker
+            die("reduce", 0, 1, at_once=True, breaks=True),
+            die("validate", 1, 0, micro_batch=1),
+            die("commit", 1, 1),
+        ],
+    ),
+    "overlapped": (
+        {**PARTS, "ddp": {"overlap_grad_reduce": True}, "stream": True},
+        [
+            die("forward", 0, 1, from_step=3),
+            die("reduced", 1, 0),
+            die("commit", None, 1, at_once=True),  # the spare
+            die("gate", 0, 0),
+            die("committed", 0, 1, breaks=True),
+        ],
+    ),
+}
+IN_CI = ("parts",)
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.chaos)])
+def test_without_failures_it_is_megatrons_own_run(stages: int, tmp_path: Path, worlds: Any) -> None:
+    model = {**PARTS, "pp": stages, "dp": 2 // stages}
+    settings = {**model, "steps": 6}
+    with Cluster(tmp_path, script=SCRIPT, agents=4, nodes="4:4", schedule=[], settings=settings) as cluster:
+        cluster.wait_end(200)
+    check(tmp_path, model, worlds)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.chaos) for name in SCHEDULES]
+)
+def test_kills_heal(name: str, tmp_path: Path, worlds: Any) -> None:
+    model, schedule = SCHEDULES[name]
+    settings = {**model, "steps": 6, "finish": True, "full": 4, "slow": 0.05}
+    with Cluster(tmp_path, script=SCRIPT, agents=5, nodes="3:4", schedule=schedule, settings=settings) as cluster:
+        cluster.watch(lambda: healed(cluster, tmp_path, len(schedule)), "all faults, and their ends", 600, 100)
+        (tmp_path / "finish").touch()
+        cluster.wait_exit(150)
+        names = [event["name"] for event in cluster.events()]
+        cluster.wait_end()
+    assert "task_restarts" not in names
+    check(tmp_path, model, worlds, CLOSE)
+    losses: dict[int, set[float]] = {}
+    for note in notes(tmp_path, "step"):
+        losses.setdefault(note["step"], set()).add(note["loss"])
+    assert all(len(found) == 1 for found in losses.values()), "all workers have the same loss"
+    if "validate" in model:
+        check_validation(tmp_path, model)
+
+
+def test_divided_sequences_give_the_gradients_of_whole_ones(tmp_path: Path, worlds: Any) -> None:
+    whole = worlds.run("plain:train", 1, tmp_path / "whole")[0]
+    divided = worlds.run("plain:train", 2, tmp_path / "divided", cp=2)[0]
+    assert divided == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "virtual", "zero1", "named"),
+    [
+        ({"num_moe_experts": 4}, 1, False, "num_moe_experts=4"),
+        ({}, 2, False, "virtual_pipeline_model_parallel_size=2"),
+        ({}, 1, True, "use_distributed_optimizer=True"),
+    ],
+)
+def test_untested_settings_beside_parts_are_refused(
+    settings: dict[str, Any], virtual: int, zero1: bool, named: str
+) -> None:
+    config = SimpleNamespace(**{"num_moe_experts": None, "hierarchical_context_parallel_sizes": None, **settings})
+    ddp = SimpleNamespace(use_distributed_optimizer=zero1)
+    shape = Shape(tensor=1, pipeline=2, context=2, virtual=virtual, replicas=2)
+    with pytest.raises(ConfigError, match=f"{named} with context_parallel_size=2: .*; expected"):
+        check_context(config, ddp, shape)
+    check_context(config, ddp, replace(shape, context=1))
