@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from unicron_lightning.replica.channels import Collective, PeerGroup
+from unicron_lightning.replica.channels import Collective, PeerGroup, ProcessGroup
+from unicron_lightning.worker.communication.gloo import wait_buried
 from unicron_lightning.worker.control.activity import Activity
 
 
@@ -62,3 +65,18 @@ def test_another_threads_wait_is_not_recorded() -> None:
     thread.join(20)
     assert work.seen == [False] * 3
     group.close()
+
+
+def test_a_closed_group_leaves_no_back_end_to_the_training_thread() -> None:
+    """The last reference would run torch's destructor, which waits for operations that are stuck."""
+    first, second = (PeerGroup(dist.HashStore(), 0, 1, "127.0.0.1") for _ in range(2))
+    user, other = ProcessGroup(first, 0, 1), ProcessGroup(first, 0, 1)
+    backend = weakref.ref(first.backend)
+    user.bind(second)
+    first.close()
+    assert wait_buried(20.0) and backend() is None
+    ones = torch.ones(1)
+    user.allreduce([ones], dist.AllreduceOptions()).wait()
+    with pytest.raises(dist.DistNetworkError, match="connections are closed"):
+        other.allreduce([ones], dist.AllreduceOptions())
+    second.close()

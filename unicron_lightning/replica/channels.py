@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -32,6 +33,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from unicron_lightning.replica.layout import Grid
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted, SoloCommunicator
@@ -75,6 +77,7 @@ class PeerGroup(GlooGroup):
         self._works: list[dist.Work] = []
         self._messages: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._users: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
         self.connect(all_pairs=all_pairs)
 
     def start(self, work: dist.Work) -> Collective:
@@ -102,6 +105,17 @@ class PeerGroup(GlooGroup):
         """
         backend: Any = self.backend
         self.start(backend.broadcast(tensor, root)).wait()
+
+    def add_user(self, user: ProcessGroup) -> None:
+        """Have a process group release the back-end when this group is closed.
+
+        Otherwise the end of its life could be the destructor's, on the training thread.
+        """
+        self._users.add(user)
+
+    @override
+    def take_holders(self) -> list[object]:
+        return [user.unbind(self) for user in self._users]
 
     def wait_aside(self, work: dist.Work) -> Future[bool]:
         """Wait for a message in a thread, since such a wait cannot be interrupted without breaking the connection."""
@@ -290,9 +304,10 @@ class ProcessGroup(dist.ProcessGroup):
         """Use these connections from now on."""
         assert group.backend is not None, "the connections were closed"
         self._peers = group
-        self._inner = dist.ProcessGroup(dist.HashStore(), self.rank(), self.size())
-        self._inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, group.backend)
         self._letters: tuple[PeerGroup, Mapping[int, int]] = group, {}
+        self._bound: Any = dist.ProcessGroup(dist.HashStore(), self.rank(), self.size())
+        self._bound._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, group.backend)
+        group.add_user(self)
 
     def route(self, group: PeerGroup, ranks: Mapping[int, int]) -> None:
         """Have messages, unlike collectives, go through other connections.
@@ -302,6 +317,19 @@ class ProcessGroup(dist.ProcessGroup):
             ranks: from this group's ranks to those there.
         """
         self._letters = group, ranks
+
+    def unbind(self, group: PeerGroup) -> object:
+        """Return what refers to these connections, and forget it."""
+        if self._peers is not group:
+            return None  # bound to later ones
+        bound, self._bound = self._bound, None
+        return bound
+
+    @property
+    def _inner(self) -> Any:
+        if self._bound is None:
+            raise dist.DistNetworkError("the group's connections are closed")
+        return self._bound
 
     def admit(self) -> None:
         """Refuse a collective that must not begin now, by an exception."""

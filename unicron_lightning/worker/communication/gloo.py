@@ -169,6 +169,10 @@ class GlooGroup:
             self._found = self._found | _of_members(sockets.all_sockets(), self._store.listening)
         return self._found
 
+    def take_holders(self) -> list[object]:
+        """Take the objects that refer to the back-end from those that use them."""
+        return []
+
     def close(self, handles: Sequence[Ending] = ()) -> None:
         """Cut, and release the group when ``handles`` have ended."""
         backend, self.backend = self.backend, None
@@ -176,7 +180,7 @@ class GlooGroup:
             return
         self.cut()  # again, for connections that a cut in another thread has not reached yet
         # The destructor joins gloo's threads, which may be stuck, so it must never run on the training thread.
-        _GRAVEYARD.bury(_Buried(self, backend, self._store, list(handles)))
+        _GRAVEYARD.bury(_Buried(self, [*self.take_holders(), backend], self._store, list(handles)))
 
 
 class GlooCommunicator:
@@ -280,7 +284,8 @@ class _Buried(NamedTuple):
     """A closed group."""
 
     group: GlooGroup
-    backend: dist.ProcessGroupGloo
+    backends: Sequence[object]
+    """The back-end, and the objects that refer to it."""
     store: dist.Store
     """gloo may still read a store of Python's."""
     handles: Sequence[Ending]
@@ -320,8 +325,8 @@ class _Graveyard:
         """
         with self._lock:
             for buried in self._buried:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(buried.backend))
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(buried.store))
+                for each in (*buried.backends, buried.store):
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
     def _run(self) -> None:
         while True:
