@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -95,13 +96,15 @@ class StageBatches:
     def call(self, micro_batches: Sequence[int], *, last: bool) -> None:
         """Run some rows together with the partners; see `replica.step.Call`."""
         rows = [row for row in micro_batches if not self.rows.is_empty(row)]
-        if rows:
-            divisor = self._strategy.shape.divisor(self._batch.in_full_step)
-            idle = [row for row in rows if not self.rows.own(row)[1]]
-            with self._loaded.calling(rows):
-                self._grid.member.model.call(self.forward, rows, divisor=divisor, last=last, idle=idle)
-            if self._grid.shape.context > 1 and self._grid.is_last:
-                self._average(self.rows.counted(rows))
+        divisor = self._strategy.shape.divisor(self._batch.in_full_step)
+        parts = self._parts(rows)
+        for number, part in enumerate(parts, 1):
+            idle = [row for row in part if not self.rows.own(row)[1]]
+            ends = last and number == len(parts)
+            with self._loaded.calling(part):
+                self._grid.member.model.call(self.forward, part, divisor=divisor, last=ends, idle=idle)
+        if rows and self._grid.shape.context > 1 and self._grid.is_last:
+            self._average(self.rows.counted(rows))
         for number in self.rows.counted(rows):
             self._batch.finished(number)
 
@@ -117,6 +120,17 @@ class StageBatches:
             loss = next(means)
             assert loss is not None
             self._done[number] = loss, [replace(each, value=next(means)) for each in calls]
+
+    def _parts(self, rows: Sequence[int]) -> list[list[int]]:
+        """Divide rows into calls of Megatron's schedule.
+
+        An earlier stage has begun later micro-batches before it scales the routers' losses of one. Therefore a row in
+        which some lane's micro-batch does not count is not in the pipeline together with others.
+        """
+        if self._grid.shape.pipeline == 1:
+            return [list(rows)] if rows else []
+        runs = groupby(rows, key=lambda row: None if self.rows.is_complete(row) else row)
+        return [list(run) for _, run in runs]
 
     def forward(self, row: int, virtual: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Run a forward step; see `megatron.model.ForwardStep`."""

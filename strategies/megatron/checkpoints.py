@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 from typing_extensions import override
 
 from unicron_lightning.checkpoints.files import located
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
-from unicron_lightning.megatron.checkpoint import held_checkpoint, load_folder, rest
+from unicron_lightning.megatron.checkpoint import held_checkpoint, load_folder, places_of_groups, rest
 from unicron_lightning.megatron.model import ShardModel
 from unicron_lightning.replica.fabric import run_released
 from unicron_lightning.replica.member import ReplicaMember
@@ -154,6 +154,9 @@ class GridCheckpoints(CheckpointStore):
         if path is None:
             return
         member, model, step = self._grid.member, self._grid.member.model, int(checkpoint["global_step"])
+        places, number = places_of_groups(path, model.optimizer)
+        for state in checkpoint.get("lr_schedulers", ()):
+            rearrange_rates(state, places, number)
 
         def read() -> None:
             load_folder(path, model.ddps, model.optimizer)
@@ -161,6 +164,26 @@ class GridCheckpoints(CheckpointStore):
                 model.keeper.replace(step)
 
         self._grid.strategy.engine.run(LoadShard("load_checkpoint", member, read, step))
+
+
+def rearrange_rates(state: dict[str, Any], places: Sequence[int], number: int) -> None:
+    """Give a scheduler's state a value for each group of parameters of this run; Megatron has others for experts that
+    are divided otherwise.
+
+    Args:
+        state: of torch's scheduler, changed in place.
+        places: the number of each group in the checkpoint.
+        number: of the groups there.
+    """
+    for name, value in state.items():
+        if name in _OF_GROUPS and isinstance(value, list) and len(value) == number:
+            state[name] = [value[place] for place in places]
+        for inner in value if name == "_schedulers" else ():
+            rearrange_rates(inner, places, number)
+
+
+_OF_GROUPS: Final = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs")
+"""Names under which torch's schedulers have a value for each group."""
 
 
 class GridDivision(SpreadDivision):

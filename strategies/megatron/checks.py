@@ -272,10 +272,7 @@ def check_experts(config: Any, ddp: Any, shape: Shape) -> None:
     """
     if getattr(config, "num_moe_experts", None) is None:
         return
-    untested = "failures of both together are untested"
     for name, found, expected, reason in (
-        ("tensor_model_parallel_size", shape.tensor, (1,), untested),
-        ("pipeline_model_parallel_size", shape.pipeline, (1,), untested),
         ("use_distributed_optimizer", ddp.use_distributed_optimizer, (False,), "shards of experts have no copies"),
         ("moe_token_dispatcher_type", config.moe_token_dispatcher_type, ("allgather", "alltoall"), _UNSEEN),
         ("moe_router_force_load_balancing", config.moe_router_force_load_balancing, (False,), "it draws by rank"),
@@ -287,6 +284,11 @@ def check_experts(config: Any, ddp: Any, shape: Shape) -> None:
                 f"{name}={found!r} with num_moe_experts={config.num_moe_experts}: {reason}; expected "
                 f"{' or '.join(map(repr, expected))}"
             )
+    if shape.tensor > 1 and not config.sequence_parallel:
+        raise ConfigError(
+            f"tensor_model_parallel_size={shape.tensor} with num_moe_experts={config.num_moe_experts}: Megatron routes "
+            "each worker's part of the sequence; expected TransformerConfig(sequence_parallel=True)"
+        )
     balancing = config.moe_router_load_balancing_type
     if "global_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing):
         raise ConfigError(

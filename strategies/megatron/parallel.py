@@ -25,6 +25,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.utils import get_model_config
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from unicron_lightning import wire
 from unicron_lightning.data.order import StepShape
@@ -250,8 +251,7 @@ class MegatronParallel(Parallelism):
     ) -> None:
         self.strategy = strategy
         self.steps = StageSteps(self, divergence)
-        check = partial(check_validation_loader, equal=shape.width > 1)
-        self.evaluation = GlobalPasses(strategy, check, partial(stage_evaluation, self))
+        self.evaluation = GlobalPasses(strategy, self._check_validation, partial(stage_evaluation, self))
         self.checkpoints = GridCheckpoints(self)
         self.division: GridDivision = GridDivision(self)
         self._script = shape
@@ -305,6 +305,9 @@ class MegatronParallel(Parallelism):
             raise ConfigError(
                 "the unicron_megatron strategy supports one trainer.fit per script, and nothing beside it"
             )
+
+    def _check_validation(self, loader: DataLoader[Any]) -> None:
+        check_validation_loader(loader, equal=self.shape.width > 1)
 
     def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
         width = self._script.width
@@ -500,7 +503,7 @@ _STAGES_OF_THEIR_OWN: Final = (
 def spread_of(
     config: Any, module: nn.Module, shape: Shape, *, ordered: bool, micro_batches: int, sequence_length: int
 ) -> wire.Spread:
-    """A model's layout, and its sizes that TP and PP have to divide: the coordinator refuses other orders in time.
+    """A model's layout, and its sizes that TP, PP and EP have to divide: the coordinator refuses other orders in time.
 
     A model may have further constraints; in a layout in which it cannot be built, its task's next life fails.
 
@@ -512,9 +515,9 @@ def spread_of(
         micro_batches: M.
         sequence_length: of the tensors that pipeline stages exchange.
     """
-    tensor = {
-        name: getattr(config, name, None) for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size")
-    }
+    experts = getattr(config, "num_moe_experts", None)
+    names = ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size")
+    tensor = {name: getattr(config, name, None) for name in names}
     model = unwrapped(module, "vocab_size")
     tensor["vocab_size"] = None if model is None else int(model.vocab_size)
     if getattr(config, "sequence_parallel", False):
@@ -527,6 +530,7 @@ def spread_of(
         micro_batches=micro_batches,
         tensor_divides={name: size for name, size in tensor.items() if size},
         pipeline_divides=_divided_by_stages(config.num_layers, shape.virtual) if evenly else {},
+        expert_divides={"num_moe_experts": experts} if experts else {},
         transformer=shape_of(config, module, sequence_length),
     )
 

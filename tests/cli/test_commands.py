@@ -222,7 +222,7 @@ async def test_a_layout_is_refused_in_words(coordinator):
 def test_sizes_of_a_layout_are_of_one_kind():
     done = unicron("relayout", "t", "--tp", "2", "--shards", "2")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "unicron: relayout with --tp, --shards: expected --tp and --pp, or --shards\n"
+    assert done.stderr == "unicron: relayout with --tp, --shards: expected --tp and --pp, also with --ep, or --shards\n"
 
 
 @pytest.mark.parametrize("command", ["status", "events"])

@@ -26,22 +26,39 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MICRO_BATCHES = 8
+ROUTER = {
+    "moe_token_dispatcher_type": "allgather",
+    "moe_router_load_balancing_type": "none",
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
 
 
 def _training(
-    rank: int, world: int, folder: Path, tp: int, pp: int, zero1: bool, seed: int, bf16: bool
+    rank: int,
+    world: int,
+    folder: Path,
+    tp: int,
+    pp: int,
+    zero1: bool,
+    seed: int,
+    bf16: bool,
+    ep: int = 0,
 ) -> plain.Training:
+    """Build the training; with ``ep`` the model has experts, which so many workers divide."""
     shim.install()
-    plain.start(rank, world, folder, tp=tp, pp=pp)
+    torch.compiler.set_stance("force_eager")
+    plain.start(rank, world, folder, tp=tp, pp=pp, ep=ep or 1)
+    experts = {"experts": 4, "router": ROUTER, "sequence_parallel": tp > 1} if ep else {}
     # Of this size, a bucket is padded that the tied embedding's follows.
-    return plain.build(toy.Toy(hidden=24, length=8, bf16=bf16), zero1=zero1, seed=seed)
+    return plain.build(toy.Toy(hidden=24, length=8, bf16=bf16, **experts), zero1=zero1, seed=seed)
 
 
 def save(
-    rank: int, world: int, folder: Path, *, path: str, tp: int, pp: int, zero1: bool, bf16: bool = False
+    rank: int, world: int, folder: Path, *, path: str, tp: int, pp: int, zero1: bool, bf16: bool = False, ep: int = 0
 ) -> list[float]:
     """Train two steps, write a checkpoint as Megatron does, and train three more; return their gradients' norms."""
-    training = _training(rank, world, folder, tp, pp, zero1, 1234, bf16)
+    training = _training(rank, world, folder, tp, pp, zero1, 1234, bf16, ep)
     for number in range(2):
         training.step(number, MICRO_BATCHES)
     theirs.save(path, training.ddp, training.optimizer, {"loops": {"steps": 2}, "text": "second"})
@@ -51,10 +68,10 @@ def save(
 
 
 def load(
-    rank: int, world: int, folder: Path, *, path: str, tp: int, pp: int, zero1: bool, bf16: bool = False
+    rank: int, world: int, folder: Path, *, path: str, tp: int, pp: int, zero1: bool, bf16: bool = False, ep: int = 0
 ) -> dict[str, Any]:
     """Build a fresh model with other values, load the checkpoint, and train the same two steps."""
-    training = _training(rank, world, folder, tp, pp, zero1, 99, bf16)
+    training = _training(rank, world, folder, tp, pp, zero1, 99, bf16, ep)
     try:
         checkpoint.load_folder(f"{path}-elsewhere", [training.ddp], training.optimizer)
     except ConfigError as error:
@@ -80,16 +97,18 @@ def load_refused(rank: int, world: int, folder: Path, *, path: str, zero1: bool 
 
 
 def save_beside(
-    rank: int, world: int, folder: Path, *, path: str, tp: int, pp: int, zero1: bool, bf16: bool = False
+    rank: int, world: int, folder: Path, *, path: str, tp: int, pp: int, zero1: bool, bf16: bool = False, ep: int = 0
 ) -> list[float]:
     """As `save`, and write the same checkpoint at PATH-beside without communication, as writer processes do."""
-    training = _training(rank, world, folder, tp, pp, zero1, 1234, bf16)
+    training = _training(rank, world, folder, tp, pp, zero1, 1234, bf16, ep)
     for number in range(2):
         training.step(number, MICRO_BATCHES)
     rest = {"loops": {"steps": 2}, "text": "second"}
     theirs.save(path, training.ddp, training.optimizer, rest)
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    shard = str(rank % (tp * pp) if tp > 1 else parallel_state.get_pipeline_model_parallel_rank())
+    lane = parallel_state.get_expert_model_parallel_rank()
+    place = lane + max(ep, 1) * parallel_state.get_pipeline_model_parallel_rank()
+    shard = str(parallel_state.get_tensor_model_parallel_rank() + tp * place)
     copies = None
     if zero1:
         optimizer = ShardedOptimizer(training.ddp, training.optimizer)

@@ -55,7 +55,8 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
         seed_micro_batch(1234, place, tensor, stage + settings["pp"] * (virtual + part), torch.device("cpu"))
         get_moe_layer_wise_logging_tracker().clear()
         output = toy.forward(model, batch)
-        balances.append(toy.balance())
+        if options.experts and parallel_state.is_pipeline_last_stage():
+            balances.append(_balance())
         return output, lambda output: (toy.loss(output) * weight / parts, {})
 
     for step in range(max(steps)):
@@ -77,13 +78,15 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
         if settings.get("validate") and (step + 1 in steps or (step + 1) % settings["validate"] == 0):
             _judge(ddps, module, options, settings, folder / f"validation-{rank}-{step + 1}")
         lane = parallel_state.get_data_parallel_rank()
-        if step + 1 in steps and lane < experts:
+        first = lane == 0 if parts > 1 else parallel_state.get_expert_data_parallel_rank() == 0
+        if step + 1 in steps and first:
             lane = part + parts * lane
             _keep(module, folder / f"plain-{step + 1}-{tensor + settings['tp'] * (lane + experts * parts * stage)}.pt")
-    if options.experts:
+    if options.experts and parallel_state.is_pipeline_last_stage():
         balance = torch.tensor(balances, dtype=torch.float64).view(max(steps), -1).mean(1)
-        dist.all_reduce(balance)
-        (folder / f"balance-{rank}").write_text(json.dumps((balance / world).tolist()))
+        dist.all_reduce(balance, group=parallel_state.get_data_parallel_group())
+        balance /= parallel_state.get_data_parallel_world_size()
+        (folder / f"balance-{rank}").write_text(json.dumps(balance.tolist()))
     dist.destroy_process_group()
     return norms
 
@@ -126,6 +129,17 @@ def _build(settings: dict[str, Any], options: toy.Toy) -> tuple[Any, list[Any], 
 def _each(ddps: list[Any], batches: Any) -> Any:
     """The batches for each part of the model, in the form that Megatron's schedules take."""
     return [batches() for _ in ddps] if len(ddps) > 1 else batches()
+
+
+def _balance() -> float:
+    """The present micro-batch's auxiliary losses, with the parts of tensor-parallel workers."""
+    total = 0.0
+    for each in get_moe_layer_wise_logging_tracker().values():
+        values = each["values"].clone()
+        if each["reduce_group"] is not None:
+            dist.all_reduce(values, group=each["reduce_group"])
+        total += float(values.sum())
+    return total
 
 
 def _keep(module: torch.nn.Module, path: Path) -> None:

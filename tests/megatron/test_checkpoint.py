@@ -72,6 +72,21 @@ def test_bf16_without_zero1_is_taken_up_in_another_layout(worlds: Worlds, tmp_pa
     check(worlds, tmp_path / "pp2", f"{path}-beside", norms, 2, rel=1e-3, tp=1, pp=2, zero1=False, bf16=True)
 
 
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.chaos)])
+@pytest.mark.filterwarnings("ignore:.*to load in a single process")
+def test_divided_experts_are_taken_up_in_other_layouts(worlds: Worlds, tmp_path: Path, bf16: bool) -> None:
+    path, rel = str(tmp_path / "checkpoint"), 1e-3 if bf16 else 1e-5
+    saved = {"zero1": False, "bf16": bf16}
+    norms = worlds.run("layouts:save_beside", 4, tmp_path / "save", path=path, tp=1, pp=2, ep=2, **saved)[0]
+    check_equal(path, f"{path}-beside")
+    check(worlds, tmp_path / "one", path, norms, 1, rel=rel, tp=1, pp=1, ep=1, **saved)
+    check(worlds, tmp_path / "tp2", f"{path}-beside", norms, 4, rel=rel, tp=2, pp=1, ep=2, **saved)
+    path = str(tmp_path / "whole")
+    norms = worlds.run("layouts:save_beside", 2, tmp_path / "save-whole", path=path, tp=2, pp=1, ep=1, **saved)[0]
+    check_equal(path, f"{path}-beside")
+    check(worlds, tmp_path / "ep2", f"{path}-beside", norms, 2, rel=rel, tp=1, pp=1, ep=2, **saved)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:.*to load in a single process")
 def test_a_checkpoint_after_the_fit_is_that_of_its_end(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from system.cluster import Cluster
-from system.megatron import STREAMED, VALIDATED, differences, finals, notes
+from system.megatron import STREAMED, VALIDATED, differences, differing_replicas, finals, notes
 
 
 def healed(cluster: Cluster, folder: Path, number: int) -> bool:
@@ -20,7 +20,9 @@ def healed(cluster: Cluster, folder: Path, number: int) -> bool:
 
 
 def check(folder: Path, model: dict[str, Any], worlds: Any, within: float = 0.0) -> None:
-    """Every worker's parameters, and each step's norm, are those of a plain Megatron loop, within a difference."""
+    """Every worker's parameters, and each step's norm, are those of a plain Megatron loop, within a difference; those
+    of replicas are equal bit by bit.
+    """
     step, paths = finals(folder)
     world = model["tp"] * model["pp"] * model.get("cp", 1) * model.get("ep", 1) * model["dp"]
     assert len(paths) == world
@@ -29,6 +31,7 @@ def check(folder: Path, model: dict[str, Any], worlds: Any, within: float = 0.0)
     close = 1e-5 if model["optimizer"] else 0.0
     assert [logged[number] for number in range(step)] == pytest.approx(norms, rel=close, abs=0.0)
     assert max(differences(paths, folder / "plain").values()) <= within
+    assert not differing_replicas(paths)
 
 
 def check_validation(folder: Path, model: dict[str, Any]) -> None:

@@ -93,6 +93,19 @@ def notes(folder: Path, what: str) -> list[dict[str, Any]]:
     return sorted((line for line in lines if line["what"] == what), key=lambda line: float(line["at"]))
 
 
+def differing_replicas(paths: list[Path]) -> list[str]:
+    """Files of workers whose parameters differ in any bit from those of the same shard in the first replica."""
+    found = []
+    first = {
+        path.stem.split("-")[3]: torch.load(path)["parameters"] for path in paths if path.stem.split("-")[2] == "0"
+    }
+    for path in paths:
+        own, other = torch.load(path)["parameters"], first[path.stem.split("-")[3]]
+        if any(not torch.equal(own[name], other[name]) for name in other):
+            found.append(path.name)
+    return found
+
+
 def differences(paths: list[Path], plain: Path) -> dict[str, float]:
     """For each worker the largest difference of a parameter from the plain loop's; 0 means bitwise equality."""
     found = {}

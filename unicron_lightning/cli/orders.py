@@ -138,6 +138,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     relayout.add_argument("task", metavar="TASK", help="torchrun's --rdzv-id")
     relayout.add_argument("--tp", metavar="T", help="tensor-parallel size of a Megatron task")
     relayout.add_argument("--pp", metavar="P", help="pipeline stages of a Megatron task")
+    relayout.add_argument("--ep", metavar="E", help="workers that divide its experts; the present number by default")
     relayout.add_argument("--shards", metavar="S", help="workers of a replica of a task of unicron_fsdp")
     relayout.set_defaults(run=_relayout)
     for verb, does in (("drain", "remove the workers of a node"), ("undrain", "allow workers on a node again")):
@@ -156,11 +157,11 @@ def _resize(options: argparse.Namespace) -> int:
 
 def _relayout(options: argparse.Namespace) -> int:
     path = f"/v1/tasks/{quoted(options.task)}/relayout"
-    sizes = {name: size for name in ("tp", "pp", "shards") if (size := getattr(options, name)) is not None}
-    if set(sizes) not in ({"tp", "pp"}, {"shards"}):
+    sizes = {name: size for name in ("tp", "pp", "ep", "shards") if (size := getattr(options, name)) is not None}
+    if set(sizes) not in ({"tp", "pp"}, {"tp", "pp", "ep"}, {"shards"}):
         raise ConfigError(
             f"relayout with {', '.join(f'--{name}' for name in sizes) or 'no size'}: expected --tp and --pp, "
-            "or --shards"
+            "also with --ep, or --shards"
         )
     answer = fetch(options.endpoint, path, access_of(options), method="POST", **sizes)
     shown = all_visible(answer)

@@ -133,7 +133,14 @@ class BatchRows:
 
     def is_empty(self, row: int) -> bool:
         """Return whether no shard has a micro-batch that counts."""
-        return not any(place in self._present for place in range(row * self._size, (row + 1) * self._size))
+        return not any(place in self._present for place in self._places(row))
+
+    def is_complete(self, row: int) -> bool:
+        """Return whether each shard has a micro-batch that counts."""
+        return all(place in self._present for place in self._places(row))
+
+    def _places(self, row: int) -> range:
+        return range(row * self._size, (row + 1) * self._size)
 
 
 def joined(batches: Sequence[Any]) -> Any:

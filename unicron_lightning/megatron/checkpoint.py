@@ -13,6 +13,7 @@ pickled plans. For megatron-core 0.16.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -113,7 +114,7 @@ def load_folder(path: str | Path, ddps: Sequence[Any], optimizer: Any) -> None:
     else:
         values = torch.zeros(ROWS, sum(map(len, shard.pieces)))
         ranges += _ranges(shard.pieces, values, [*ddps[0].module.parameters()], _placed(model, lambda _: True))
-    loaded = _read(stored, path, state, ranges)
+    loaded = _read(stored, path, state, ranges, parts)
     for ddp, name in zip(ddps, model, strict=True):
         ddp.module.load_state_dict(loaded[name])
     loaded["optimizer"].pop("param_state", None)
@@ -131,7 +132,11 @@ def _sharded(ddps: Sequence[Any]) -> dict[str, Any]:
 
 
 def _read(
-    stored: StoredFolder, path: str | Path, state: dict[str, Any], ranges: Sequence[HeldTensor]
+    stored: StoredFolder,
+    path: str | Path,
+    state: dict[str, Any],
+    ranges: Sequence[HeldTensor],
+    parts: Sequence[Any],
 ) -> dict[str, Any]:
     """Return a state with the stored values, as megatron-core's ``load`` does, without its exchanges."""
     wanted, others, factories = load_preprocess(state)
@@ -149,8 +154,77 @@ def _read(
         return each.data if isinstance(each, ShardedTensor) else objects[each.unique_key][0]
 
     common: Any = dist_checkpointing.load_common_state_dict(str(path))
+    common["optimizer"] = _of_parts(str(path), common["optimizer"], parts)
     found: dict[str, Any] = merge(merge(common, others), dict_list_map_outplace(value, wanted))
     return apply_factory_merges(found, factories)  # type: ignore[no-any-return]
+
+
+def _of_parts(path: str, stored: dict[Any, Any], parts: Sequence[Any]) -> dict[Any, Any]:
+    """Return the optimizer's plain data in the form of this run's, whose experts may be divided otherwise.
+
+    Megatron has an optimizer of their own for experts that several workers divide, with groups of parameters that
+    differ from the others' only in that.
+
+    Raises:
+        ConfigError: a group of this run's parameters has no equal in the checkpoint.
+    """
+    known = _stored_groups(stored)
+    found = {}
+    for number, part in enumerate(parts):
+        source = copy.deepcopy(_part_of(stored, number))  # Megatron adds each part's tensors in place
+        groups = [dict(known[place]) for place in _places(path, known, part.optimizer.param_groups)]
+        for group, own in zip(groups, part.optimizer.param_groups, strict=True):
+            group["is_expert_parallel"] = own["is_expert_parallel"]
+        if "optimizer" in source:
+            found[number] = {**source, "optimizer": {**source["optimizer"], "param_groups": groups}}
+        else:
+            found[number] = {**source, "param_groups": groups}
+    return found[0] if len(parts) == 1 else found
+
+
+def places_of_groups(path: str | Path, optimizer: Any) -> tuple[list[int], int]:
+    """Return the number of each of an optimizer's groups of parameters in a checkpoint, and how many it has there.
+
+    Raises:
+        ConfigError: a group has no equal in the checkpoint.
+    """
+    common: Any = dist_checkpointing.load_common_state_dict(str(path))
+    known = _stored_groups(common["optimizer"])
+    wanted = [group for part in parts_of(optimizer) for group in part.optimizer.param_groups]
+    return _places(str(path), known, wanted), len(known)
+
+
+def _part_of(stored: dict[Any, Any], number: int) -> dict[str, Any]:
+    """The plain data of one optimizer of a chain, or of the only one."""
+    part: dict[str, Any] = stored[min(number, len(stored) - 1)] if 0 in stored else stored
+    return part
+
+
+def _stored_groups(stored: dict[Any, Any]) -> list[dict[str, Any]]:
+    """The groups of parameters in a checkpoint, of all its optimizers."""
+    parts = [_part_of(stored, number) for number in range(len(stored) if 0 in stored else 1)]
+    return [group for part in parts for group in part.get("optimizer", part)["param_groups"]]
+
+
+def _places(path: str, stored: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Find the equals of groups: of the same rates, and if possible for experts or for other parameters as they are."""
+    keys = [[group[f"pre_{name}" if name not in group else name] for name in _RATES] for group in stored]
+    places = []
+    for group in wanted:
+        key = [group[f"pre_{name}" if name not in group else name] for name in _RATES]
+        equal = [place for place, other in enumerate(keys) if other == key]
+        of_kind = [place for place in equal if stored[place]["is_expert_parallel"] == group["is_expert_parallel"]]
+        if not equal:
+            raise ConfigError(
+                f"{path!r} has no parameters with {', '.join(map('{}={!r}'.format, _RATES, key))}: expected the "
+                "OptimizerConfig with which it was written"
+            )
+        places.append((of_kind or equal)[0])
+    return places
+
+
+_RATES: Final = ("wd_mult", "lr_mult", "is_decoupled_lr")
+"""Fields by which Megatron divides parameters into groups, beside that of experts."""
 
 
 def rest(path: str | Path) -> dict[str, Any]:

@@ -62,6 +62,17 @@ class Experts:
         for router in self._biased:
             router.enable_expert_bias = counts
 
+    def sum_losses(self) -> None:
+        """Sum auxiliary losses in Megatron's tracker over the workers that have parts of the micro-batch's sequences.
+
+        Raises:
+            RuntimeError: a connection was lost.
+        """
+        for each in get_moe_layer_wise_logging_tracker().values():
+            group, each["reduce_group"] = each.get("reduce_group"), None  # Megatron's own reduction leaves these out
+            if group is not None and group.size() > 1:
+                dist.all_reduce(each["values"], group=group)
+
     def take(self) -> None:
         """Keep the counts after a call."""
         self._counts = [each.local_tokens_per_expert.clone() for each in self._biased]

@@ -152,7 +152,10 @@ class ShardModel:
             self._scale = weight if self.experts else 1.0
 
             def scaled(result: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                return loss(result) if self.experts else loss(result) * weight, {}
+                if not self.experts:
+                    return loss(result) * weight, {}
+                self.experts.sum_losses()
+                return loss(result), {}
 
             return output, scaled
 

@@ -65,6 +65,8 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the model, by name, that TP must divide."""
     pipeline_divides: dict[Key, Count]
     """Sizes of the model, by name, that PP must divide."""
+    expert_divides: dict[Key, Count] = {}
+    """Sizes of the model, by name, that EP must divide; without any EP is 1."""
     transformer: dict[Word, bool | Count | Word] = {}
     """Shape of the model, by the names of a job's ``transformer``, if the strategy knows it."""
 

@@ -291,13 +291,20 @@ def test_what_the_task_cannot_have_now_is_refused() -> None:
     assert refusal(world.task(), STAGES) == "tp=1, pp=2: the task is on its way to tp=2, pp=1 already"
 
 
-def test_divided_experts_keep_their_layout() -> None:
-    divided = wire.Layout(tensor=1, pipeline=1, expert=2)
-    world = grid(layout=divided, micro_batches=4, tensor_divides={}, pipeline_divides={})
-    reason = "the task has tp=1, pp=1, ep=2; a layout with experts divided among workers cannot be changed"
+def test_another_number_of_workers_divides_the_experts() -> None:
+    divided, whole = wire.Layout(tensor=1, pipeline=1, expert=2), wire.Layout(tensor=1, pipeline=1)
+    sizes: dict[str, Any] = {"tensor_divides": {}, "pipeline_divides": {}, "expert_divides": {"num_moe_experts": 2}}
+    world = grid(layout=divided, micro_batches=4, **sizes)
     assert refusal(world.task(), divided) == "tp=1, pp=1, ep=2: that is what the task has"
-    assert refusal(world.task(), SLICES) == f"tp=2, pp=1: {reason}"
-    assert refusal(world.task(), wire.Layout(tensor=1, pipeline=1, expert=4)) == f"tp=1, pp=1, ep=4: {reason}"
+    assert refusal(world.task(), whole) is None
+    assert refusal(world.task(), wire.Layout(tensor=2, pipeline=1, expert=2)) is None
+    assert refusal(world.task(), wire.Layout(tensor=1, pipeline=1, expert=4)) == (
+        "ep=4: expected a divisor of the model's num_moe_experts=2"
+    )
+    assert refusal(grid(layout=whole, micro_batches=6, **sizes).task(), divided) == (
+        "tp=1, pp=1, ep=2: 2 replicas of 2 data-parallel lanes; expected a divisor of a step's 6 micro-batches"
+    )
+    assert refusal(grid().task(), divided) == "tp=1, pp=1, ep=2: the task's model has no experts; expected ep=1"
 
 
 def test_another_number_of_shards() -> None:

@@ -69,8 +69,12 @@ def test_configurations(config: dict, ddp: dict, optimizer: dict, message: str) 
 @pytest.mark.parametrize(
     ("config", "ddp", "shape", "message"),
     [
-        ({}, {}, {"tensor": 2}, r"tensor_model_parallel_size=2 with num_moe_experts=8: .* expected 1"),
-        ({}, {}, {"pipeline": 2}, r"pipeline_model_parallel_size=2 with num_moe_experts=8: .* expected 1"),
+        (
+            {},
+            {},
+            {"tensor": 2},
+            r"tensor_model_parallel_size=2 with num_moe_experts=8: .* expected .*sequence_parallel=T",
+        ),
         ({}, {"use_distributed_optimizer": True}, {}, r"use_distributed_optimizer=True.* no copies; expected False"),
         ({"moe_token_dispatcher_type": "flex"}, {}, {}, r"'flex'.* expected 'allgather' or 'alltoall'"),
         ({"moe_router_force_load_balancing": True}, {}, {}, "draws by rank"),
@@ -88,9 +92,12 @@ def test_experts(config: dict, ddp: dict, shape: dict, message: str) -> None:
         "moe_shared_expert_overlap": False,
         "moe_enable_routing_replay": False,
         "moe_router_load_balancing_type": "aux_loss",
+        "sequence_parallel": False,
     }
     there = Shape(**{"tensor": 1, "expert": 2, "replicas": 2, **shape})
-    check_experts(Config(**fields), DistributedDataParallelConfig(), Shape(tensor=1, expert=2, replicas=2))
+    ddp_config, grid = DistributedDataParallelConfig(), Shape(tensor=2, expert=2, pipeline=2, replicas=2)
+    check_experts(Config(**fields), ddp_config, Shape(tensor=1, expert=2, pipeline=2, replicas=2))
+    check_experts(Config(**{**fields, "sequence_parallel": True}), ddp_config, grid)
     check_experts(Config(num_moe_experts=None), DistributedDataParallelConfig(**ddp), there)
     with pytest.raises(ConfigError, match=message):
         check_experts(Config(**{**fields, **config}), DistributedDataParallelConfig(**ddp), there)

@@ -278,17 +278,22 @@ class Api:
         )
 
     async def _post_relayout(self, request: web.Request) -> web.Response:
-        """``?tp=T&pp=P``: spread the model over T x P workers, from a checkpoint written after the current step;
-        ``?shards=S``: over S shards.
+        """``?tp=T&pp=P``: spread the model over T x P workers, from a checkpoint written after the current step, with
+        ``&ep=E`` its experts over E times as many; ``?shards=S``: over S shards.
         """
         task = self._task(request)
-        keys = ("shards",) if "shards" in request.query else ("tp", "pp")
+        keys = ("shards",) if "shards" in request.query else ("tp", "pp", *(["ep"] if "ep" in request.query else []))
         words = {key: request.query.get(key, "") for key in keys}
         for key, word in words.items():
             if not _number(word):
                 return _refused(f"{key}={_plain(word)}: expected a whole number, 1 or more", 400)
-        tensor, *pipeline = (_number(word) or 1 for word in words.values())
-        layout = wire.Layout(tensor=tensor, pipeline=pipeline[0] if pipeline else 1, sharded=not pipeline)
+        sizes = {key: _number(word) or 1 for key, word in words.items()}
+        if "shards" in sizes:
+            layout = wire.Layout(tensor=sizes["shards"], pipeline=1, sharded=True)
+        else:
+            spread = task.layouts.spread
+            present = 1 if spread is None else spread.layout.expert
+            layout = wire.Layout(tensor=sizes["tp"], pipeline=sizes["pp"], expert=sizes.get("ep", present))
         if (refused := relayout.refusal(task, layout)) is not None:
             return _refused(refused, 409)
         return self._ordered(ev.Relayout(task=task.id, layout=layout), lambda: {"task": task.id, **layout.plain()})

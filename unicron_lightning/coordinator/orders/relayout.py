@@ -1,5 +1,6 @@
-"""The change of TP and PP, or of the number of shards, of a running task: a cold transition, by an operator's order, or
-because a job names a layout for the number of slots that the plan has given it, or leaves the layout to the plan.
+"""The change of TP, PP and EP, or of the number of shards, of a running task: a cold transition, by an operator's
+order, or because a job names a layout for the number of slots that the plan has given it, or leaves the layout to the
+plan.
 
 1. The order is recorded, if the model and the workers allow the layout.
 2. An epoch of kind ``relayout`` with the same members is published: they finish the step, switch, write a checkpoint,
@@ -38,12 +39,12 @@ def refusal(task: Task, layout: wire.Layout) -> str | None:
         return f"{layout}: the task has {spread.layout}; expected {'shards' if spread.layout.sharded else 'tp and pp'}"
     if spread.layout.slices > 1:
         return f"{layout}: the task has {spread.layout}; expected a new start of the script with other sizes"
-    if layout.expert != spread.layout.expert:
-        return f"{layout}: the task has {spread.layout}; a layout with experts divided among workers cannot be changed"
     if layout.context != spread.layout.context:
         return (
             f"{layout}: the task has {spread.layout}; a layout with sequences divided among workers cannot be changed"
         )
+    if layout.expert > 1 and not spread.expert_divides:
+        return f"{layout}: the task's model has no experts; expected ep=1"
     return _misfit(spread, layout) or _lack(task, layout)
 
 
@@ -57,7 +58,10 @@ def follow_plan(task: Task, turn: Turn) -> None:
     if job is None or turn.lasting.allocation.get(task.id, slots) != slots:
         return
     wanted = turn.lasting.layouts.get(task.id) if job.auto_layouts else job.layout(slots)
-    if wanted is not None and wanted not in task.layouts.failed and refusal(task, wanted) is None:
+    spread = task.layouts.spread
+    if wanted is None or wanted in task.layouts.failed or spread is None or wanted.expert != spread.layout.expert:
+        return  # jobs and plans name no EP
+    if refusal(task, wanted) is None:
         order(task, turn, wanted, by="plan")
 
 
@@ -139,9 +143,16 @@ def _misfit(spread: wire.Spread, layout: wire.Layout) -> str | None:
             "(devices x num_nodes)"
         )
     replicas = spread.workers // layout.workers
-    if spread.micro_batches % replicas and not layout.sharded:  # rows of shards need not be equally many
-        return f"{layout}: {replicas} replicas; expected a divisor of a step's {spread.micro_batches} micro-batches"
-    parts = (("tp", layout.tensor, spread.tensor_divides), ("pp", layout.pipeline, spread.pipeline_divides))
+    if spread.micro_batches % (replicas * layout.expert) and not layout.sharded:  # rows of shards may differ in number
+        lanes = "" if layout.expert == 1 else f" of {layout.expert} data-parallel lanes"
+        return (
+            f"{layout}: {replicas} replicas{lanes}; expected a divisor of a step's {spread.micro_batches} micro-batches"
+        )
+    parts = (
+        ("tp", layout.tensor, spread.tensor_divides),
+        ("pp", layout.pipeline, spread.pipeline_divides),
+        ("ep", layout.expert, spread.expert_divides),
+    )
     for name, parallel, sizes in parts:
         for of, size in sizes.items():
             if size % parallel:
