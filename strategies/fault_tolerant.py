@@ -421,7 +421,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         if not (announces and self.is_global_zero) or self.session.is_joiner:
             return
         if self.reproducible:
-            say(self.trainer, announced(self.root_device, self.parallelism.size))
+            say(self.trainer, announced(self.root_device, self.parallelism.size * self.parallelism.shards))
         if self.witness.every:
             workers = self.parallelism.size * self.parallelism.shards
             say(self.trainer, self.witness.announced(self.engine.world.size, workers))

@@ -267,7 +267,6 @@ class FsdpParallel(Parallelism):
 
     def check(self, trainer: pl.Trainer) -> None:
         check_sharded_trainer(trainer, offloads=self._sharding.cpu_offload)
-        check_slices(trainer, self.shards)
         if trainer.state.fn == TrainerFn.FITTING:
             self.checkpoints.check_fit()
         self.size = self.size or max(1, trainer.num_devices // self.shards)
@@ -386,11 +385,6 @@ class FsdpParallel(Parallelism):
         self.holder.found(self.strategy.engine)
 
     def predictions(self, trainer: pl.Trainer, engine: Engine) -> ShardedPredictions:
-        if self.shards > 1:
-            raise ConfigError(
-                f"trainer.predict with tensor_parallel_size={self.shards}: expected tensor_parallel_size=1; it loads "
-                "the same checkpoints"
-            )
         return ShardedPredictions(trainer, self)
 
     # ---- worlds
@@ -456,31 +450,6 @@ def check_sharded_trainer(trainer: pl.Trainer, *, offloads: bool) -> None:
         raise ConfigError(
             "cpu_offload=True: with accelerator='cpu' parameters and optimizer are in host memory already; expected "
             "False"
-        )
-
-
-def check_slices(trainer: pl.Trainer, slices: int) -> None:
-    """Refuse settings with tensor parallelism.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    if slices == 1:
-        return
-    if trainer.strategy.root_device.type != "cpu":
-        raise ConfigError(
-            f"tensor_parallel_size={slices}: with FSDP2 tensor parallelism is supported on CPUs only so far; expected "
-            "accelerator='cpu', or tensor_parallel_size=1"
-        )
-    if any(type(each).__name__ == "MemoryCheckpoint" for each in trainer.callbacks):  # type: ignore[attr-defined]
-        raise ConfigError(
-            f"tensor_parallel_size={slices} with MemoryCheckpoint: it does not keep states of lanes in the agents' "
-            "memory; expected UnicronCheckpoint"
-        )
-    if trainer.strategy.reproducible:  # type: ignore[attr-defined]
-        raise ConfigError(
-            f"tensor_parallel_size={slices} with reproducible=True: sums within a lane are in the library's order; "
-            "expected one of the two"
         )
 
 

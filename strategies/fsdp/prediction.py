@@ -2,7 +2,8 @@
 
 A run is one operation of all members, since its forwards communicate. Complete replicas predict the batches of a lost
 worker, and those that its death has interrupted. All shards take part in a forward, so a partner's finished batch of
-such a row is computed again, and does not count: each sample belongs to one living worker.
+such a row is computed again, and does not count: each sample belongs to one living worker. With tensor parallelism
+that is the first worker of a lane; the others compute the same batch with it, and keep nothing.
 """
 
 from __future__ import annotations
@@ -67,23 +68,37 @@ class ShardedPredictions(Predictions):
         return any(planned)
 
     def _run_all(self) -> None:
+        self._follow()
         for place, loader in enumerate(self._loaders):
             for number, counts in loader.batches.rows():
                 self._run(place, number, counts)
+
+    def _follow(self) -> None:
+        """Number batches within a lane as its first worker does; the others may have been in another lane before."""
+        lane, part = self._parallel.member.model.group.lane, self._parallel.holder.part
+        if lane is None:
+            return
+        started = torch.tensor([loader.started for loader in self._loaders])
+        lane.copy_first(started)
+        if not part.speaks:
+            for loader, number in zip(self._loaders, started.tolist(), strict=True):
+                loader.started = number
 
     def _run(self, place: int, number: int, counts: bool) -> None:
         """Run a batch of a loader together with the partners."""
         loader, loop = self._loaders[place], self.trainer.predict_loop
         self._prepare(place, number)
-        if counts:
+        if counts and self._parallel.holder.part.speaks:
             with self._interruptible(place):
                 loop._predict_step(loader.batches.get(number), loader.record(number), place, None)
             loader.finished.add(number)
             return
         strategy = self._parallel.strategy
-        samples = strategy.to_device(loader.batches.stand_in(number), place)
+        fetch = loader.batches.get if counts else loader.batches.stand_in  # the lane's own batch, or any
+        samples = strategy.to_device(fetch(number), place)
         arguments = loop._build_kwargs(samples, loader.started, place if len(self._loaders) > 1 else None)
         strategy.predict_step(*loop._build_step_args_from_hook_kwargs(arguments, "predict_step"))
+        loader.started += counts
 
     @contextmanager
     def _interruptible(self, place: int) -> Iterator[None]:

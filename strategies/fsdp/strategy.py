@@ -7,7 +7,10 @@ the unit of failure. Replicas exchange gradients as the workers of `UnicronStrat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
@@ -25,7 +28,7 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         shard_size: lanes of a replica (S), each of T workers that compute a micro-batch together; S x T is a divisor of
             devices x num_nodes; default: the lanes of a node.
         tensor_parallel_size: workers of a lane (T), for tensor parallelism in ``configure_model`` on
-            ``self.device_mesh["tensor_parallel"]``; refused with accelerators.
+            ``self.device_mesh["tensor_parallel"]``.
         blocks: names of the classes whose modules are sharded one by one, such as ``("Block",)``, or the least number
             of a block's parameters, if the module's ``configure_model`` does not shard; default: the elements of every
             `torch.nn.ModuleList`.
@@ -115,6 +118,11 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         """Reshard what FSDP2 leaves gathered after a forward: hooks that change parameters find the shards."""
         reshard(self.module)
         super().on_validation_end()
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict a batch; what tensor parallelism divides becomes whole, since one worker of a lane keeps it."""
+        return apply_to_collection(super().predict_step(*args, **kwargs), DTensor, DTensor.full_tensor)
 
     @property
     def fabric(self) -> ReplicaFabric:

@@ -27,10 +27,11 @@ from unicron_lightning.replica.channels import AcceleratedGroups, PeerGroup, Pro
 GARBAGE = 1e6
 
 
-class StandInWork:
+class StandInWork(dist.Work):
     """Work of such a group; the training thread waits in `wait` as it would for a stream."""
 
     def __init__(self, work: Any, outputs: list[Tensor], aborted: threading.Event) -> None:
+        super().__init__()
         self._work, self._outputs, self._aborted = work, outputs, aborted
 
     def is_completed(self) -> bool:

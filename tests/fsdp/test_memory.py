@@ -71,9 +71,16 @@ def test_all_workers_of_two_replicas_die(tmp_path: Path) -> None:
         assert len(restored["holders"]) == 4 and all(len(nodes) == 2 for nodes in restored["holders"])
 
 
-@pytest.mark.parametrize("corrupt", [pytest.param(False, marks=pytest.mark.chaos), True])
-def test_the_only_replica_loses_a_worker(tmp_path: Path, corrupt: bool) -> None:
-    settings = settings_of(1)
+@pytest.mark.parametrize(
+    ("corrupt", "shards"),
+    [
+        pytest.param(False, 2, marks=pytest.mark.chaos),
+        pytest.param(True, 2, marks=pytest.mark.chaos),
+        (True, 1),  # a lane of two workers
+    ],
+)
+def test_the_only_replica_loses_a_worker(tmp_path: Path, corrupt: bool, shards: int) -> None:
+    settings = settings_of(1, shards=shards, slices=2 // shards)
     schedule = [{"point": "backward", "replica": 0, "shard": 1, "from_step": 8}]
     with begin(tmp_path, settings, schedule) as cluster:
         cluster.watch(lambda: cluster.notes("fault"), "the death", 200)

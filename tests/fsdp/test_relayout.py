@@ -60,6 +60,26 @@ def test_two_replicas_of_two_shards_become_one_of_four(tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos
+def test_two_replicas_of_a_lane_become_one_of_two(tmp_path: Path) -> None:
+    """With tensor parallelism an order changes the number of lanes of a replica."""
+    settings = {**SETTINGS, "shards": 1, "slices": 2}
+    with Cluster(tmp_path, script=SCRIPT, agents=5, nodes="2:4", schedule=[DIES], settings=settings) as cluster:
+        cluster.wait_world(4, after=time.time())
+        with pytest.raises(AssertionError, match="shards=1, tp=2: that is what the task has"):
+            cluster.order("relayout", "task", "--shards", "1")
+        cluster.order("relayout", "task", "--shards", "2")
+        cluster.watch((tmp_path / "struck-0").exists, "the death", 100)
+        (changed,) = cluster.watch(lambda: cluster.events("layout_changes"), "the order's end", 200, 100)
+        cluster.wait_world(4, after=changed["at"])
+        (tmp_path / "finish").touch()
+        cluster.wait_end(200)
+    assert changed["before"] == {"shards": 1, "tp": 2} and (changed["shards"], changed["tp"]) == (2, 2)
+    [last] = {note["step"] for note in notes(tmp_path, "end")}
+    found = differences(tmp_path, alone(tmp_path / "alone", {**settings, "steps": last}))
+    assert len(found) == 4 and max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.chaos
 def test_a_job_gets_the_shards_that_it_names_for_its_slots(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text(json.dumps({**DEFAULTS, **SETTINGS}))
     (tmp_path / "schedule.json").write_text("[]")

@@ -53,12 +53,37 @@ SCHEDULE = [
 ]
 
 
-def test_kills_heal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accelerated", [True, pytest.param(False, marks=pytest.mark.chaos)])
+def test_kills_heal(tmp_path: Path, accelerated: bool) -> None:
+    """Also with groups like those of NCCL, and beside checkpoints on disk and in memory."""
     settings: dict[str, Any] = {"steps": 12, "full": 4, "validate": 5, "shards": 1, "slices": 2}
-    settings |= {"dropout": 0.1, "reference": "unicron"}
+    settings |= {"dropout": 0.1, "reference": "unicron", "stand_in": accelerated, "options": {"digest_every": 1}}
+    settings |= {"memory": [3, 1], "save_every": 4, "beside": True}
     run(tmp_path, settings, SCHEDULE, 5, "2:4")
+    assert bool(list(tmp_path.glob("garbage-*"))) == accelerated, "no collective of a survivor was aborted"
     assert [note["point"] for note in notes(tmp_path, "fault")] == [fault["point"] for fault in SCHEDULE]
     check(tmp_path, settings, 4)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_reproducible_run_has_the_same_bits_through_deaths(tmp_path: Path, shards: int) -> None:
+    """With one of two replicas, and with both and deaths: loss and norm of each step have the same bits."""
+    settings: dict[str, Any] = {"steps": 12, "shards": shards, "slices": 2, "dropout": 0.1, "dtype": "float32"}
+    settings["options"] = {"reproducible": True, "digest_every": 1}
+    schedule = [die("backward", 1, 1, nth=1), die("commit", 0, 0), die("reduce", 1, 0)]
+    found: dict[int, dict[int, set[tuple[float, float]]]] = {}
+    for replicas in (1, 2):
+        folder, workers = tmp_path / f"{replicas}", 2 * shards * replicas
+        folder.mkdir()
+        faults = schedule if replicas == 2 else []
+        run(folder, {**settings, "full": workers}, faults, workers + len(faults) // 3, f"{2 * shards}:{workers}")
+        found[replicas] = {}
+        for note in notes(folder, "step"):
+            if note["replica"] is not None:
+                found[replicas].setdefault(note["step"], set()).add((note["loss"], note["norm"]))
+    assert all(len(values) == 1 for steps in found.values() for values in steps.values())
+    assert len(found[1]) == 12 and all(found[2][step] == values for step, values in found[1].items())
 
 
 @pytest.mark.parametrize(("shards", "replicas", "victim"), [(2, 1, None), (1, 2, 3)])

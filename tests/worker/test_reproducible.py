@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, product
+
 import torch
 
 from unicron_lightning.worker.reproducible import (
@@ -18,8 +20,10 @@ from unicron_lightning.worker.reproducible import (
 def test_a_digest_is_that_of_the_parts() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool):
         whole = (torch.randn(7, 5) * 100).to(dtype)
-        parts = [(whole[:3], 0), (whole[3:5], 15), (whole[5:], 25)]
-        assert sum(weighted(part, first) for part, first in parts) % (1 << 64) == weighted(whole)
+        for rows, columns in (((3, 5), ()), ((3, 3, 5), (2,)), ((), (1, 4))):
+            cuts = [[slice(a, b) for a, b in pairwise((0, *cut, size))] for cut, size in ((rows, 7), (columns, 5))]
+            blocks = [(whole[along], along) for along in product(*cuts)]
+            assert sum(weighted(each, at, whole.shape) for each, at in blocks) % (1 << 64) == weighted(whole)
 
 
 def test_a_digest_shows_each_bit_and_place() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from unicron_lightning import wire
 from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.data.passes import RowPart
-from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, reshard
+from unicron_lightning.fsdp.mesh import ShardGroup, holds_first, local_shard, region, reshard
 from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.fsdp.rows import number_of_rows
 from unicron_lightning.replica.fabric import EpochPlace, ReplicaFabric, run_released
@@ -161,16 +161,15 @@ class ShardHolder:
 
     def digest(self, engine: Engine, module: nn.Module) -> str:
         """Return the digest of a model's state, for all workers together."""
-        size, shard = self.fabric.shape.shards, self.fabric.own_shard
-        own: dict[str, Any] = {}
+        shard, own = self.fabric.own_shard, dict[str, Any]()
         reshard(module)
         for name, value in state_tensors(module.state_dict()):
-            part, first = local_shard(value), 0
-            if isinstance(value, DTensor) and value.numel():
-                rows = min(-(-len(value) // size) * shard, len(value))
-                first = rows * (value.numel() // len(value))
             sharded = isinstance(value, DTensor)
-            own[name] = [str(value.dtype), [*value.shape], str(weighted(part, first)), sharded]
+            if isinstance(value, DTensor):
+                number = weighted(local_shard(value), region(value), value.shape) if holds_first(value) else 0
+            else:
+                number = weighted(value)
+            own[name] = [str(value.dtype), [*value.shape], str(number), sharded]
         word = codec.encode([shard, own])
         shards = dict(map(codec.decode, unpack_parts(engine.run(Agreement("digest", lambda rank: word)))))
         found = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -82,12 +82,22 @@ class ShardGroup(ProcessGroup):
         Args:
             connections: returns those of some workers of the replica, by their shards.
         """
-        shard, slices = self.rank(), self.slices
-        self.bind(connections(tuple(range(self.size()))))
+        for group, shards in self._sets():
+            group.bind(connections(shards))
+
+    def accelerate(self, groups: Mapping[tuple[int, ...], Any]) -> None:
+        """Let this group and those within it use an accelerator's groups, by their shards; none: use no accelerator."""
+        for group, shards in self._sets():
+            group.accelerated = groups.get(shards)
+
+    def _sets(self) -> Iterator[tuple[ShardGroup, tuple[int, ...]]]:
+        """Yield this group and those within it with the shards of their workers."""
+        yield self, tuple(range(self.size()))
         if self._lane is not None and self._same_slice is not None:
+            shard, slices = self.rank(), self.slices
             first = shard - shard % slices
-            self._lane.bind(connections(tuple(range(first, first + slices))))
-            self._same_slice.bind(connections(tuple(range(shard % slices, self.size(), slices))))
+            yield self._lane, tuple(range(first, first + slices))
+            yield self._same_slice, tuple(range(shard % slices, self.size(), slices))
 
     def admit(self) -> None:
         """Refuse a collective.

@@ -1,8 +1,9 @@
 """One worker's shard of an FSDP2 model, as the operations of a replica use it, and its groups on CUDA devices.
 
 One of NCCL's groups is of the workers of the replica, for FSDP2, and one of the workers of this shard in all replicas,
-for the gradients. A kernel that waits for a dead worker ends by the abort of its group only, and then looks complete,
-so a call counts only after `ReplicaFabric.arrive` (decision 18).
+for the gradients; with tensor parallelism there are two more, of the workers of a lane and of those of a slice. A
+kernel that waits for a dead worker ends by the abort of its group only, and then looks complete, so a call counts only
+after `ReplicaFabric.arrive` (decision 18).
 """
 
 from __future__ import annotations
@@ -75,22 +76,28 @@ class ShardAccelerator:
         """Wait until no kernel of groups that were left writes to a tensor."""
         self._groups.wait_retired(self._check)
 
-    def enter(self, channels: Channels) -> tuple[Any, Any]:
+    def enter(self, channels: Channels) -> tuple[dict[tuple[int, ...], Any], Any]:
         """Make and connect an epoch's groups.
 
         Returns:
-            Torch's process groups of the replica, and of the shard; the latter is None for the only replica.
+            Torch's process groups of the sets of this replica's workers, by their shards, and that of the workers of
+            this shard; the latter is None for the only replica.
 
         Raises:
             CommunicatorAborted: a group could not be connected.
         """
         grid = channels.grid
-        inner = self._group(channels, f"inner/{grid.place}", grid.shard, grid.shards, inside=True)
-        groups = [inner]
+        inner = {}
+        sets = grid.within() if grid.shape.slices > 1 else [tuple(range(grid.shards))]
+        for shards in dict.fromkeys(sets):  # in the same order on all workers, and each kind divides the replica
+            name = f"inner/{'-'.join(map(str, (grid.place, *shards)))}"
+            inner[shards] = self._group(channels, name, shards.index(grid.shard), len(shards), inside=True)
+        groups = [*inner.values()]
         if grid.replicas > 1:
             groups.append(self._group(channels, f"outer/{grid.shard}", grid.place, grid.replicas, inside=False))
         self._groups.connect(channels, groups, self._device, self._check)
-        return inner.holder, groups[1].holder if len(groups) > 1 else None
+        found = {shards: group.holder for shards, group in inner.items()}
+        return found, groups[-1].holder if grid.replicas > 1 else None
 
     def _group(self, channels: Channels, name: str, rank: int, size: int, *, inside: bool) -> AcceleratedGroup:
         store = dist.PrefixStore(f"accelerated/{name}", channels.store)
@@ -160,7 +167,8 @@ class FsdpShard:
         if channels.grid.replicas > 1:
             self.gradients.peers = channels.same_shard
         if self.accelerator is not None:
-            self.group.accelerated, self.gradients.accelerated = self.accelerator.enter(channels)
+            inner, self.gradients.accelerated = self.accelerator.enter(channels)
+            self.group.accelerate(inner)
 
     def leave(self) -> None:
         """Use no connections, and hold the shards alone: this worker has become a spare, or another epoch begins.
@@ -188,7 +196,8 @@ class FsdpShard:
 
     def _let_go(self) -> None:
         self.gradients.peers = None
-        self.group.accelerated = self.gradients.accelerated = None
+        self.group.accelerate({})
+        self.gradients.accelerated = None
         if self.accelerator is not None:
             self.accelerator.leave()
 

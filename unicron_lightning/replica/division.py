@@ -134,7 +134,9 @@ class ReplicaDivision(StateDivision):
 
     def _layout(self) -> str:
         slices = self._member().fabric.shape.slices
-        words = [self.shards, self.describe(), *([slices] if slices > 1 else [])]
+        words = [self.shards, self.describe()]
+        if slices > 1:  # the script's own plan divides the parameters within a lane
+            words += [slices, [str(getattr(each, "placements", "")) for each in self._module().parameters()]]
         return hashlib.sha256(msgspec.json.encode(words)).hexdigest()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -90,21 +90,35 @@ def digest_from(found: Mapping[str, tuple[str, list[int], int]]) -> str:
     return hashlib.blake2b(repr(plain).encode(), digest_size=8).hexdigest()
 
 
-def weighted(tensor: Tensor, first: int = 0) -> int:
+def weighted(tensor: Tensor, within: Sequence[slice] = (), whole: Sequence[int] = ()) -> int:
     """Return the sum of a tensor's words, each times a number that depends on its place, modulo 2**64.
 
     Args:
-        tensor: a whole one, or a part that is contiguous in it.
-        first: place of the part's first element.
+        tensor: a whole one, or a block of one.
+        within: place of the block along each axis of the whole; empty for a whole one.
+        whole: shape of the whole.
     """
     flat, total = words_of(tensor.detach()), 0
-    first *= 2 if tensor.is_complex() else 1
+    words_each = 2 if tensor.is_complex() else 1
     for start in range(0, flat.numel(), _PART):
         words = flat[start : start + _PART].long()
-        weights = torch.arange(first + start + 1, first + start + 1 + words.numel(), device=flat.device) * _MIX[0]
+        places = torch.arange(start, start + words.numel(), device=flat.device)
+        if within:
+            places = _in_whole(places // words_each, within, whole) * words_each + places % words_each
+        weights = (places + 1) * _MIX[0]
         weights = (weights ^ (weights >> 29)) * _MIX[1]
         total += int(((weights ^ (weights >> 32)) | 1).mul_(words).sum())
     return total % (1 << 64)
+
+
+def _in_whole(places: Tensor, within: Sequence[slice], whole: Sequence[int]) -> Tensor:
+    """Return the places in a whole tensor of elements of a block of it; the arguments are those of `weighted`."""
+    found, stride = torch.zeros_like(places), 1
+    for along, size in zip(reversed(within), reversed(whole), strict=True):
+        extent = along.stop - along.start
+        found += (places % extent + along.start) * stride
+        places, stride = places // extent, stride * size
+    return found
 
 
 def state_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

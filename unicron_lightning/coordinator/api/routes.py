@@ -289,11 +289,10 @@ class Api:
                 return _refused(f"{key}={_plain(word)}: expected a whole number, 1 or more", 400)
         sizes = {key: _number(word) or 1 for key, word in words.items()}
         if "shards" in sizes:
-            layout = wire.Layout(tensor=sizes["shards"], pipeline=1, sharded=True)
+            named = wire.Layout(tensor=sizes["shards"], pipeline=1, sharded=True)
         else:
-            spread = task.layouts.spread
-            present = 1 if spread is None else spread.layout.expert
-            layout = wire.Layout(tensor=sizes["tp"], pipeline=sizes["pp"], expert=sizes.get("ep", present))
+            named = wire.Layout(tensor=sizes["tp"], pipeline=sizes["pp"], expert=sizes.get("ep", 1))
+        layout = relayout.completed(task, named, names_experts="ep" in sizes)
         if (refused := relayout.refusal(task, layout)) is not None:
             return _refused(refused, 409)
         return self._ordered(ev.Relayout(task=task.id, layout=layout), lambda: {"task": task.id, **layout.plain()})

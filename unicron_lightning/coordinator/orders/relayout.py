@@ -18,9 +18,27 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from msgspec import structs
+
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.state import Agent, Task, has_multiple
+
+
+def completed(task: Task, layout: wire.Layout, *, names_experts: bool = False) -> wire.Layout:
+    """Return a layout with what it does not name as the task has it: T of lanes; EP, which jobs and plans never name.
+
+    Args:
+        task: whose layout is to change.
+        layout: as named.
+        names_experts: whether EP is named.
+    """
+    spread = task.layouts.spread
+    if spread is None or layout.sharded != spread.layout.sharded:
+        return layout
+    if layout.sharded:
+        return structs.replace(layout, slices=spread.layout.slices)
+    return layout if names_experts else structs.replace(layout, expert=spread.layout.expert)
 
 
 def refusal(task: Task, layout: wire.Layout) -> str | None:
@@ -37,8 +55,8 @@ def refusal(task: Task, layout: wire.Layout) -> str | None:
         return f"{layout}: that is what the task has"
     if layout.sharded != spread.layout.sharded:
         return f"{layout}: the task has {spread.layout}; expected {'shards' if spread.layout.sharded else 'tp and pp'}"
-    if spread.layout.slices > 1:
-        return f"{layout}: the task has {spread.layout}; expected a new start of the script with other sizes"
+    if layout.slices != spread.layout.slices:
+        return f"{layout}: the task has {spread.layout}; the tensor-parallel size of lanes cannot be changed"
     if layout.context != spread.layout.context:
         return (
             f"{layout}: the task has {spread.layout}; a layout with sequences divided among workers cannot be changed"
@@ -58,10 +76,8 @@ def follow_plan(task: Task, turn: Turn) -> None:
     if job is None or turn.lasting.allocation.get(task.id, slots) != slots:
         return
     wanted = turn.lasting.layouts.get(task.id) if job.auto_layouts else job.layout(slots)
-    spread = task.layouts.spread
-    if wanted is None or wanted in task.layouts.failed or spread is None or wanted.expert != spread.layout.expert:
-        return  # jobs and plans name no EP
-    if refusal(task, wanted) is None:
+    wanted = None if wanted is None else completed(task, wanted)
+    if wanted is not None and wanted not in task.layouts.failed and refusal(task, wanted) is None:
         order(task, turn, wanted, by="plan")
 
 
