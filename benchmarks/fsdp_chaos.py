@@ -13,6 +13,8 @@ some cases with a death in a checkpoint meanwhile.
     python benchmarks/fsdp_chaos.py --faults 20 --seed 1 --memory 3            # with deaths of all workers
     python benchmarks/fsdp_chaos.py --faults 10 --steps 200 --replicas 2 --float32
     python benchmarks/fsdp_chaos.py --faults 10 --steps 60 --replicas 2 --precision bf16-mixed
+    python benchmarks/fsdp_chaos.py --faults 30 --kills --slices 2 --shards 1 --replicas 2   # tensor parallelism
+    python benchmarks/fsdp_chaos.py --faults 30 --kills --muon --replicas 2
 
 The parameters are compared with those of a run in one process and, with --float32, with those of the same workers
 without failures; with --precision only with the latter, as one process without FSDP2 rounds elsewhere. They are
@@ -68,8 +70,12 @@ SECOND = {
     "worker": ("connect", "call", "reduction"),
 }
 """Points at which a worker of each role dies after another one."""
+UPDATE = ("update", "updated")
+"""Points of a step whose update communicates."""
 TRIGGERS = ("forward", "backward", "reduce-scatter")
 """Points of the first death."""
+AMONG_SHARDS = ("all-gather", "reduce-scatter")
+"""Points that a model in one shard does not have."""
 FROZEN = ("stop", "hang", "lock")
 """Ways to fail without a death; see `strikes.WAYS`."""
 SETTLED = 12
@@ -86,18 +92,29 @@ class Drawing:
 
     Args:
         shards, workers: the first layout.
+        slices: workers of each shard's lane.
         other: number of shards of the other layout, between which an operator's orders alternate; 0: no orders.
         folders: whether checkpoints are folders.
         memory: steps between states in the agents' memory; 0: none.
+        kills: whether to draw deaths only.
+        muon: whether updates need whole matrices.
         chance: of kinds, places and moments.
     """
 
     shards: int
+    slices: int
     workers: int
     other: int
     folders: bool
     memory: int
+    kills: bool
+    muon: bool
     chance: random.Random
+
+    @property
+    def of_replica(self) -> int:
+        """Workers of a replica."""
+        return self.shards * self.slices
 
     def schedule(self, faults: int) -> list[Fault]:
         """Draw at least ``faults`` faults: all kinds in random order, again and again."""
@@ -111,9 +128,11 @@ class Drawing:
         return drawn
 
     def _kinds(self) -> Iterator[tuple[str, str]]:
-        for point in (*STEP, *PASS, *CHECKPOINT, *(FOLDER if self.folders else ())):
+        points = [each for each in STEP if self.shards > 1 or each not in AMONG_SHARDS]
+        points += UPDATE if self.muon else ()
+        for point in (*points, *PASS, *CHECKPOINT, *(FOLDER if self.folders else ())):
             yield "kill", point
-        for point in TRIGGERS:
+        for point in () if self.kills else TRIGGERS:
             yield from ((way, point) for way in FROZEN)
         for role, points in SECOND.items():
             yield from ((role, point) for point in points)
@@ -135,15 +154,16 @@ class Drawing:
             return [{**self._at(point), **place}]
         if kind in FROZEN:
             return [{**self._at(point), "way": kind, "settled": SETTLED}]
-        if kind in OF_THREE and self.workers // self.shards < 3:
+        if kind in OF_THREE and self.workers // self.of_replica < 3:
             return []
-        return [self._at(self.chance.choice(TRIGGERS)), {"point": point, "role": kind}]
+        triggers = TRIGGERS if self.shards > 1 else [each for each in TRIGGERS if each not in AMONG_SHARDS]
+        return [self._at(self.chance.choice(triggers)), {"point": point, "role": kind}]
 
     def _at(self, point: str) -> Fault:
         chance = self.chance
         nth = chance.randrange(3) if point in ("all-gather", *TRIGGERS) else 0
-        shard = chance.choice((0, self.shards - 1))
-        return {"point": point, "replica": chance.randrange(self.workers // self.shards), "shard": shard, "nth": nth}
+        shard, replicas = chance.choice((0, self.of_replica - 1)), self.workers // self.of_replica
+        return {"point": point, "replica": chance.randrange(replicas), "shard": shard, "nth": nth}
 
 
 def train(folder: Path, settings: dict[str, Any], planned: list[Fault]) -> tuple[int, float]:
@@ -151,7 +171,7 @@ def train(folder: Path, settings: dict[str, Any], planned: list[Fault]) -> tuple
     folder.mkdir()
     workers = settings["full"]
     agents = workers + bool(planned)
-    nodes = f"{settings['shards']}:{workers}"
+    nodes = f"{settings['shards'] * settings['slices']}:{workers}"
     started = time.monotonic()
     with Cluster(
         folder, script=SCRIPT, agents=agents, nodes=nodes, schedule=planned, settings=settings, conf=CONF
@@ -238,6 +258,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of kinds, places and moments (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="lowest number of steps (default: %(default)s)")
     parser.add_argument("--shards", type=int, default=2, help="S (default: %(default)s)")
+    parser.add_argument("--slices", type=int, default=1, help="T, tensor parallelism (default: %(default)s)")
+    parser.add_argument("--muon", action="store_true", help="update the matrices by Muon, and freeze the rest")
+    parser.add_argument("--kills", action="store_true", help="deaths only: no worker is stopped or hangs")
     parser.add_argument("--replicas", type=int, default=3, help="R (default: %(default)s)")
     parser.add_argument("--float32", action="store_true", help="train in float32, and compare with a failure-free run")
     parser.add_argument("--precision", choices=("bf16-mixed", "bf16-true"), help="of the trainer")
@@ -265,14 +288,18 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     """
     shards, replicas = arguments.shards, arguments.replicas
     chance, other = random.Random(arguments.seed), arguments.relayout
-    drawing = Drawing(shards, shards * replicas, other, arguments.folders, arguments.memory, chance)
+    slices, workers = arguments.slices, shards * arguments.slices * replicas
+    options = (arguments.folders, arguments.memory, arguments.kills, arguments.muon)
+    drawing = Drawing(shards, slices, workers, other, *options, chance)
     planned = [fault for fault in drawing.schedule(arguments.faults) if arguments.only in _name(fault)]
     for number, fault in enumerate(planned):  # spread over the steps
         fault["from_step"] = 2 + number * arguments.steps // (len(planned) + 1)
     low = arguments.float32 or arguments.precision
-    workers, dtype = shards * replicas, "float32" if low else "float64"
+    dtype = "float32" if low else "float64"
     settings = {
         "shards": shards,
+        "slices": slices,
+        "muon": arguments.muon,
         "replicas": replicas,
         "full": workers,
         **TASK,
@@ -287,7 +314,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     }
     step, seconds = train(folder / "run", settings, planned)
     assert len(list((folder / "run").glob("final-*.pt"))) == workers and not between_replicas(folder / "run"), "differ"
-    world = f"S={shards}, R={replicas}, {arguments.precision or dtype}, seed {arguments.seed}"
+    kind = f"{', Muon' if arguments.muon else ''}, {arguments.precision or dtype}, seed {arguments.seed}"
+    world = f"S={shards}, T={slices}, R={replicas}{kind}"
     last = drawing.shards if other else shards
     print(f"{len(planned)} faults in {step} steps, {world}: {seconds:.0f} s")
     print("no hang, no orphan, no restart but by order or after a death of all; replicas are equal bit by bit")

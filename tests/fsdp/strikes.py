@@ -143,9 +143,8 @@ class Faults:
             return "spare"
         if place.rank in layout.stale:
             return "partner" if self._strategy.engine.has_state else "joiner"
-        source = layout.replicas[layout.sources[fabric.shard]].members[fabric.shard]
-        if place.rank == source and any(layout.shards[rank] == fabric.shard for rank in layout.stale):
-            return "donor"
+        if any(layout.shards[rank] == fabric.shard for rank in layout.stale):
+            return "donor"  # one of them: all that have the state send parts of it
         return "worker" if sum(replica.continues for replica in layout.replicas) > 1 else "last"
 
     def _meant(self, fault: dict[str, Any], number: int, step: int) -> bool:

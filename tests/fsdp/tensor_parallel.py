@@ -2,7 +2,8 @@
 
     torchrun ... tensor_parallel.py FOLDER [plain]
 
-Its words, blocks and norm are parallel along the sequence, too, and its loss over the words. With ``plain`` it runs
+Its words, blocks and norm are parallel along the sequence, too, its loss over the words; the second of its blocks is a
+mixture of experts, each on one worker of a lane. With ``plain`` it runs
 under Lightning's own strategy, and then resumes the other run's checkpoints, at their last step. The whole parameters
 are saved to FOLDER/NAME.ckpt; those of ``unicron_fsdp`` as a folder.
 """
@@ -25,12 +26,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
 from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parent))
+from experts import DividedExperts, Experts
 
 from unicron_lightning import UnicronFSDPStrategy
 
@@ -47,11 +52,21 @@ class Layer(nn.Module):
         return out
 
 
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.experts = nn.LayerNorm(WIDTH), Experts(WIDTH, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.experts(self.norm(x))
+        return out
+
+
 class Language(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList([Layer(), Mixture()])
         self.norm = nn.LayerNorm(WIDTH)
         self.out = nn.Linear(WIDTH, WORDS)
 
@@ -74,11 +89,16 @@ def parallelize(model: Language, device_mesh: DeviceMesh) -> None:
         }
         parallelize_module(model, lane, whole)
         for layer in model.layers:
-            plan = {
-                "norm": SequenceParallel(),
-                "up": ColwiseParallel(input_layouts=Shard(1)),
-                "down": RowwiseParallel(output_layouts=Shard(1)),
+            plan: dict[str, ParallelStyle] = {
+                "norm": SequenceParallel(use_local_output=True),
+                "experts": DividedExperts(Shard(1)),
             }
+            if isinstance(layer, Layer):
+                plan = {
+                    "norm": SequenceParallel(),
+                    "up": ColwiseParallel(input_layouts=Shard(1)),
+                    "down": RowwiseParallel(output_layouts=Shard(1)),
+                }
             parallelize_module(layer, lane, plan)
     if lanes.size() > 1:
         for layer in model.layers:

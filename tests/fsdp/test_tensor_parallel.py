@@ -30,6 +30,7 @@ def test_an_undisturbed_run_equals_one_process(
     """Its checkpoints too, which are files with whole tensors."""
     settings: dict[str, Any] = {"steps": 8, "full": 4, "validate": 3, "shards": shards, "replicas": replicas}
     settings |= {"slices": 2, "dropout": 0.1, "reference": "unicron", "save_every": 4, "stream": stream}
+    settings["experts"] = 4 if stream is None else 0  # two on each worker of a lane
     run(tmp_path, settings, [], 4, "4:4")
     check(tmp_path, settings, 4)
     own, expected = (
@@ -53,12 +54,15 @@ SCHEDULE = [
 ]
 
 
-@pytest.mark.parametrize("accelerated", [True, pytest.param(False, marks=pytest.mark.chaos)])
-def test_kills_heal(tmp_path: Path, accelerated: bool) -> None:
+@pytest.mark.parametrize(
+    ("accelerated", "experts"),
+    [(True, 0), *(pytest.param(False, number, marks=pytest.mark.chaos) for number in (0, 4))],
+)
+def test_kills_heal(tmp_path: Path, accelerated: bool, experts: int) -> None:
     """Also with groups like those of NCCL, and beside checkpoints on disk and in memory."""
     settings: dict[str, Any] = {"steps": 12, "full": 4, "validate": 5, "shards": 1, "slices": 2}
     settings |= {"dropout": 0.1, "reference": "unicron", "stand_in": accelerated, "options": {"digest_every": 1}}
-    settings |= {"memory": [3, 1], "save_every": 4, "beside": True}
+    settings |= {"memory": [3, 1], "save_every": 4, "beside": True, "experts": experts}
     run(tmp_path, settings, SCHEDULE, 5, "2:4")
     assert bool(list(tmp_path.glob("garbage-*"))) == accelerated, "no collective of a survivor was aborted"
     assert [note["point"] for note in notes(tmp_path, "fault")] == [fault["point"] for fault in SCHEDULE]

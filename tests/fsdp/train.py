@@ -22,12 +22,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 
+sys.path.insert(0, str(Path(__file__).parent))
+from experts import DividedExperts, Experts
+
 BATCH = 2
 LENGTH = 16
 SECOND = 11  # samples of the second loader
 SETTINGS: dict[str, Any] = {
     "shards": 2,
     "slices": 1,
+    "experts": 0,  # of a mixture in place of each block's two layers, divided among the workers of a lane
     "replicas": 2,
     "accumulation": 2,  # batches per device in a step
     "rounds": {},  # the same by data epoch, with an accumulation of 1
@@ -85,13 +89,15 @@ class Batches(list[Any]):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, experts: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
         self.mlp = nn.Sequential(
             nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width), nn.Dropout(dropout)
         )
+        if experts:
+            self.mlp = nn.Sequential(Experts(width, width, experts), nn.Dropout(dropout))
         self.register_buffer("mask", torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,10 +108,10 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    def __init__(self, width: int, dropout: float, *, tied: bool) -> None:
+    def __init__(self, width: int, dropout: float, *, tied: bool, experts: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(256, width)
-        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(width, dropout, experts) for _ in range(2))
         self.head = nn.Linear(width, 256, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
@@ -124,7 +130,7 @@ class Model(pl.LightningModule):
         self.settings = settings
         self.flips = 0
         torch.manual_seed(7)
-        self.net = Network(32, settings["dropout"], tied=settings["tied"])
+        self.net = Network(32, settings["dropout"], tied=settings["tied"], experts=settings["experts"])
         for each in self.net.parameters() if settings["muon"] else ():
             each.requires_grad_(each.dim() == 2)
         if settings["compile"]:
@@ -148,7 +154,8 @@ class Model(pl.LightningModule):
             lane, slices = self.device_mesh["tensor_parallel"], self.settings["slices"]
             assert lane.size() == slices
             for block in self.net.blocks if slices > 1 else ():
-                parallelize_module(block.mlp, lane, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+                plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+                parallelize_module(block.mlp, lane, {"0": DividedExperts()} if self.settings["experts"] else plan)
             for block in self.net.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(self.net, mesh=mesh)
