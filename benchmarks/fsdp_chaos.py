@@ -63,7 +63,7 @@ AdamW amplifies the rounding of gradients that are nearly zero, so in float32 th
 failures counts, too.
 """
 SECOND = {
-    "joiner": ("connect", "transfer", "join"),
+    "joiner": ("transfer", "join"),  # it connects before its script's hooks
     "partner": ("connect", "transfer", "join"),
     "spare": ("exchange", "gate", "commit"),
     "donor": ("transfer",),
@@ -316,20 +316,19 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     assert len(list((folder / "run").glob("final-*.pt"))) == workers and not between_replicas(folder / "run"), "differ"
     kind = f"{', Muon' if arguments.muon else ''}, {arguments.precision or dtype}, seed {arguments.seed}"
     world = f"S={shards}, T={slices}, R={replicas}{kind}"
-    last = drawing.shards if other else shards
     print(f"{len(planned)} faults in {step} steps, {world}: {seconds:.0f} s")
     print("no hang, no orphan, no restart but by order or after a death of all; replicas are equal bit by bit")
     limit = LIMITS[dtype]
     if arguments.precision is None:
         reference = alone(folder / "alone", {**settings, "steps": step})
-        worst = max(differences(folder / "run", reference, last).values())
+        worst = max(differences(folder / "run", reference).values())
         print(f"largest difference of a parameter from a run in one process: {worst:.1e}")
     if low:
         train(folder / "calm", {**settings, "steps": step}, [])
         worst = against(folder / "run", folder / "calm")
         print(f"from the run of {workers} workers without failures: {worst:.1e}")
     if arguments.float32:
-        rounding = max(differences(folder / "calm", reference, shards).values())
+        rounding = max(differences(folder / "calm", reference).values())
         limit = max(limit, 2 * rounding)
         print(f"that run differs from the one in one process by {rounding:.1e}")
     for name, values in sorted(recoveries(folder / "run").items()):

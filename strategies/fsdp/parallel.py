@@ -310,12 +310,6 @@ class FsdpParallel(Parallelism):
         optimizer = strategy.optimizers[0]
         assert isinstance(optimizer, Optimizer)
         whole = needs_whole(optimizer)
-        if whole and self.shards > 1:
-            name = type(optimizer).__qualname__
-            raise ConfigError(
-                f"tensor_parallel_size={self.shards} with the optimizer {name}, which needs whole matrices: expected "
-                "an elementwise optimizer, or tensor_parallel_size=1"
-            )
         self.member.model.begin_fit(optimizer, whole=whole)
         if whole:
             self._stage_updates(trainer, optimizer)
@@ -332,7 +326,7 @@ class FsdpParallel(Parallelism):
         precision = shard_module(strategy.module, mesh.shards, self._sharding, strategy.precision_plugin)
         strategy.precision_plugin = precision
         clip_by_agreed_norm(precision, lambda: member.model.grad_norm, lambda: member.model.stages)
-        keep_spares(precision, lambda: self.holder.is_spare)
+        keep_spares(precision, lambda: self.holder.is_spare, self._updates)
         check_sharded_module(strategy.module)
         sum_gradients(strategy.module)
         device = strategy.root_device
@@ -368,7 +362,18 @@ class FsdpParallel(Parallelism):
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # of a schedule, which has seen its own
         optimizer.step = step  # type: ignore[method-assign, assignment]
 
+    def _updates(self, optimizer: Optimizer) -> None:
+        """Refuse collectives until the optimizer has stepped: after the commit no failure can be recovered."""
+        if self._group is not None and not self.member.model.stages:
+            self._group.refuse(
+                f"{type(optimizer).__qualname__} lets the shards of parameters communicate in its update, which comes "
+                "after the commit of the step; expected an optimizer that works on each element, such as AdamW, or a "
+                "class with the attribute needs_whole_parameters = True, whose update then gets whole parameters"
+            )
+
     def _stepped(self, *_: Any) -> None:
+        if self._group is not None:
+            self._group.refuse("")
         if self.member.fabric.phase == "ready":
             self.member.fabric.stepped()
 

@@ -119,7 +119,7 @@ class ShardedSteps(StepRunner):
             )
 
 
-def keep_spares(plugin: Precision, is_spare: Callable[[], bool]) -> None:
+def keep_spares(plugin: Precision, is_spare: Callable[[], bool], updates: Callable[[Any], None]) -> None:
     """Make a precision plugin take the gradients of a spare, which hooks have seen as zeros, from its optimizer.
 
     A spare keeps its state until it gets that of a member.
@@ -127,6 +127,7 @@ def keep_spares(plugin: Precision, is_spare: Callable[[], bool]) -> None:
     Args:
         plugin: Lightning's.
         is_spare: whether this worker is one in the present step.
+        updates: called with the optimizer when only its own update is left of its step.
     """
     after = plugin._after_closure
 
@@ -135,6 +136,7 @@ def keep_spares(plugin: Precision, is_spare: Callable[[], bool]) -> None:
         if is_spare():
             for parameter in plugin.main_params(optimizer):
                 parameter.grad = None
+        updates(optimizer)
 
     plugin._after_closure = closed  # type: ignore[method-assign]
 

@@ -136,5 +136,5 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
 
     @property
     def grad_norm(self) -> float:
-        """Norm of the last finished step's gradients over the whole model, before clipping."""
+        """Norm of the last finished step's gradients of the optimizer's parameters, before clipping."""
         return self._sharded.steps.grad_norm

@@ -34,6 +34,66 @@ TOGETHER: list[dict[str, Any]] = [
 ]
 
 
+class Both(torch.optim.Optimizer):
+    """Updates matrices by their norms, and other parameters elementwise, in groups of one optimizer."""
+
+    needs_whole_parameters = True
+
+    def __init__(self, parameters: Any) -> None:
+        found = [*parameters]
+        groups = [{"params": [each for each in found if (each.dim() == 2) == by_muon]} for by_muon in (True, False)]
+        groups[0]["lr"], groups[1]["lr"] = 0.02, 0.01  # type: ignore[assignment]
+        super().__init__([each for each in groups if each["params"]], {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                state = self.state[each]
+                if not state:
+                    state.update(step=0, mean=torch.zeros_like(each))
+                state["step"] += 1
+                state["mean"].lerp_(each.grad, 0.1)
+                update = state["mean"]
+                if each.dim() == 2:
+                    update = update / (0.1 + torch.linalg.vector_norm(update))
+                each.sub_(update, alpha=group["lr"] / (1 + 0.01 * state["step"]))
+        self.end()
+        return loss
+
+    def end(self) -> None:
+        """End a step."""
+
+
+class Divided(Both):
+    """Sums over the shards in its update."""
+
+    needs_whole_parameters = False
+
+    strategy: Any = None
+
+    def end(self) -> None:
+        self.strategy._sharded._group.allreduce([torch.zeros(1)]).wait()
+
+
+class Biased(Matrices):
+    """With a bias in each layer, of which the first one is trained by nothing but has gradients."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        torch.manual_seed(1)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+
+    def configure_optimizers(self) -> Any:
+        return self._make([each for each in self.parameters() if each is not self.net[0].bias])
+
+
 class ClipsItself(Matrices):
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         """Clip nothing."""
@@ -64,10 +124,15 @@ def fit(module: Matrices, folder: Path, **options: Any) -> list[torch.Tensor]:
 
 @pytest.mark.allow_leak("listening_sockets", reason="the group of a replica of one lives as long as the process")
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning")
-def test_one_shard_is_lightnings_own(tmp_path: Path) -> None:
-    make = OPTIMIZERS["muon"]
-    whole = fit(Matrices(make, 0.0), tmp_path)
-    own = fit(Matrices(make, 0.0), tmp_path, strategy=UnicronFSDPStrategy(shard_size=1))
+@pytest.mark.parametrize(
+    ("module", "make"),
+    [(Matrices, OPTIMIZERS["muon"]), (Biased, Both), (Biased, OPTIMIZERS["adamw-foreach"])],
+    ids=["muon", "both", "adamw"],
+)
+def test_one_shard_is_lightnings_own(module: type[Matrices], make: Any, tmp_path: Path) -> None:
+    """Also the norm to which gradients are clipped: that of the optimizer's parameters."""
+    whole = fit(module(make, 0.0), tmp_path)
+    own = fit(module(make, 0.0), tmp_path, strategy=UnicronFSDPStrategy(shard_size=1))
     for one, other in zip(own, whole, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
@@ -75,14 +140,18 @@ def test_one_shard_is_lightnings_own(tmp_path: Path) -> None:
 @pytest.mark.allow_leak("listening_sockets", reason="the group of a replica of one lives as long as the process")
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning")
 @pytest.mark.parametrize(
-    ("module", "message"),
-    [(ClipsItself, "configure_gradient_clipping with Muon"), (ChangesGradients, "a hook has changed gradients")],
+    ("module", "name", "message"),
+    [
+        (ClipsItself, "muon", "configure_gradient_clipping with Muon"),
+        (ChangesGradients, "muon", "a hook has changed gradients"),
+        (Matrices, "divided", "Divided lets the shards of parameters communicate in its update"),
+    ],
 )
-def test_gradients_that_change_after_the_update_are_refused(
-    module: type[Matrices], message: str, tmp_path: Path
-) -> None:
+def test_updates_after_the_commit_are_refused(module: type[Matrices], name: str, message: str, tmp_path: Path) -> None:
+    """From gradients that have changed since, and with communication."""
+    Divided.strategy = UnicronFSDPStrategy(shard_size=1)
     with pytest.raises(ConfigError, match=message):
-        fit(module(OPTIMIZERS["muon"], 0.0), tmp_path, strategy=UnicronFSDPStrategy(shard_size=1))
+        fit(module(OPTIMIZERS.get(name, Divided), 0.0), tmp_path, strategy=Divided.strategy)
 
 
 def test_deaths_in_an_update(worlds: Worlds, tmp_path: Path) -> None:
@@ -92,9 +161,11 @@ def test_deaths_in_an_update(worlds: Worlds, tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-def test_kills_heal(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shards", "slices"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.chaos)])
+def test_kills_heal(tmp_path: Path, shards: int, slices: int) -> None:
     schedule = [die("update", 0, 1), die("optimizer", 1, 0), die("updated", 1, 1), die("commit", 0, 0)]
     settings = {"steps": 12, "full": 4, "muon": True, "tied": False, "save_every": 5}
+    settings |= {"shards": shards, "slices": slices}
     run(tmp_path, settings, schedule, 5, "2:4")
     assert [note["point"] for note in notes(tmp_path, "fault")] == [fault["point"] for fault in schedule]
     check(tmp_path, settings, 4)

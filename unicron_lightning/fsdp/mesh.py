@@ -32,8 +32,8 @@ SLICES = "tensor_parallel"
 _numbers = itertools.count()
 """Numbers of the process groups that were made in this process."""
 _GATHERING: Final = ("Muon", "Shampoo", "DistributedShampoo", "SOAP", "LBFGS")
-"""Optimizers that need whole parameters, or several evaluations of the loss; of torch's own `Muon` the strategy has a
-way to update whole parameters (`whole_updates`).
+"""Optimizers that need whole parameters, or several evaluations of the loss; for those whose state has the shape of
+their parameters the strategy has a way to update whole parameters (`whole_updates`).
 """
 
 
@@ -98,6 +98,11 @@ class ShardGroup(ProcessGroup):
             first = shard - shard % slices
             yield self._lane, tuple(range(first, first + slices))
             yield self._same_slice, tuple(range(shard % slices, self.size(), slices))
+
+    def refuse(self, message: str) -> None:
+        """Set the `refusal` of this group and those within it."""
+        for group, _ in self._sets():
+            group.refusal = message
 
     def admit(self) -> None:
         """Refuse a collective.
@@ -448,14 +453,15 @@ def is_sliced(tensor: DTensor) -> bool:
     return any(name == SLICES and not placement.is_replicate() for name, placement in names)
 
 
-def holds_first(tensor: DTensor) -> bool:
-    """Whether this worker is the first one of its replica that holds its part of a tensor."""
+def holds_first(tensor: DTensor, shard: int | None = None) -> bool:
+    """Whether a worker is the first one of its replica that holds its part of a tensor; ``shard`` as of `region`."""
     mesh = tensor.device_mesh
     if not isinstance(mesh, _GroupsMesh):
         return True
+    lane, part = (mesh.lane, mesh.slice) if shard is None else divmod(shard, mesh.slices)
     names = zip(mesh.mesh_dim_names or (), tensor.placements, strict=True)
     is_sharded = any(name == SHARDS and not placement.is_replicate() for name, placement in names)
-    return (is_sharded or mesh.lane == 0) and (is_sliced(tensor) or mesh.slice == 0)
+    return (is_sharded or lane == 0) and (is_sliced(tensor) or part == 0)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

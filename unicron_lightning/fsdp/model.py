@@ -128,7 +128,7 @@ class FsdpShard:
         accelerator: as above.
         loaded: called when the state of another worker has been loaded, as in the middle of a step.
         fits: number of the script's ``fit`` calls so far, each with a new optimizer.
-        grad_norm: of the last finalized gradients over the whole model, before clipping.
+        grad_norm: of the last finalized gradients of the optimizer's parameters over all shards, before clipping.
         whole: updates whole matrices of the optimizer before the commit; None: it works on each element.
     """
 
@@ -224,8 +224,10 @@ class FsdpShard:
         self.gradients.recover(reduced)
 
     def finalize(self) -> None:
-        """Compute the norm of the reduced gradients over all shards."""
-        present = [each.grad for each in self.gradients.parameters if each.grad is not None]
+        """Compute the norm of the optimizer's reduced gradients over all shards."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        own = [each for group in groups for each in group["params"]] or self.gradients.parameters
+        present = [each.grad for each in own if each.grad is not None]
         grads = local_shards([each for each in present if not isinstance(each, DTensor) or holds_first(each)])
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
         squares = torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Muon, Optimizer
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, region, with_local_shard
+from unicron_lightning.fsdp.mesh import ShardGroup, holds_first, local_shard, region, with_local_shard
 from unicron_lightning.worker import codec
 
 ROUND_BYTES: Final = 1 << 26
@@ -32,8 +32,13 @@ ROUND_BYTES: Final = 1 << 26
 
 
 def needs_whole(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's update needs whole parameters, and its state has the shape of its parameters."""
-    return isinstance(optimizer, Muon)
+    """Whether an optimizer's update needs whole parameters, and its state has the shape of its parameters.
+
+    These are Muon, classes with that in their names, such as one that updates other parameters by AdamW, and classes
+    that say so themselves by the attribute ``needs_whole_parameters``.
+    """
+    named = any("muon" in each.__name__.lower() for each in type(optimizer).__mro__)
+    return bool(getattr(optimizer, "needs_whole_parameters", isinstance(optimizer, Muon) or named))
 
 
 @dataclass(frozen=True)
@@ -124,18 +129,27 @@ class WholeUpdates:
         divided = [_divided(self._optimizer, each, state.get(each, {})) for each in parameters]
         sent: list[list[Tensor]] = [[] for _ in range(shards)]
         for each, owner, names in zip(parameters, owners, divided, strict=True):
-            assert each.grad is not None
+            assert each.grad is not None and isinstance(each, DTensor), "all parameters are sharded"
+            if not holds_first(each):
+                continue  # another worker of the lane has the same part
             values = (self.prepared(local_shard(each.grad)), local_shard(each))
             sent[owner] += [*values, *(local_shard(state[each][name]) for name in names)]
         own = [number for number, owner in enumerate(owners) if owner == shard]
         dtypes = [_dtypes(parameters[number], state, divided[number]) for number in own]
         expected = [
             [(_part(parameters[number], source), dtype) for number, kinds in zip(own, dtypes, strict=True)
-             for dtype in kinds]
+             if _sends(parameters[number], source) for dtype in kinds]
             for source in range(shards)
         ]  # fmt: skip
-        received = self._exchange(sent, expected)
-        whole = [torch.cat(parts) for parts in zip(*received, strict=True)]
+        received = [iter(parts) for parts in self._exchange(sent, expected)]
+        whole = []
+        for number, kinds in zip(own, dtypes, strict=True):
+            parameter = parameters[number]
+            made = [torch.empty(parameter.shape, dtype=dtype, device=local_shard(parameter).device) for dtype in kinds]
+            for source in range(shards):
+                for tensor in made if _sends(parameter, source) else ():
+                    tensor[_block(parameter, source)] = next(received[source])
+            whole += made
         return self._send_back(parameters, owners, self._step(parameters, own, divided, iter(whole)))
 
     def _step(
@@ -181,11 +195,9 @@ class WholeUpdates:
                 [[name, str(state[name].dtype).removeprefix("torch.")] for name in names],
                 {name: each for name, each in state.items() if name not in names},
             ]
-            rows = [_part(parameters[number], target)[0] for target in range(shards)]
             tensors: list[Tensor] = [value, *(state[name] for name in names)]
-            for tensor in tensors:
-                for target, part in zip(sent, tensor.detach().split(rows), strict=True):
-                    target.append(part)
+            for target in range(shards):
+                sent[target] += [tensor.detach()[_block(parameters[number], target)] for tensor in tensors]
         told: dict[int, Any] = {}
         for word in self._group.share(codec.encode([*words.items()])):
             told.update((number, each) for number, each in codec.decode(word))
@@ -250,10 +262,21 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
+def _block(parameter: Tensor, shard: int) -> tuple[slice, ...]:
+    """Return the place of a shard's part in a parameter."""
+    assert isinstance(parameter, DTensor)
+    return region(parameter, shard)
+
+
 def _part(parameter: Tensor, shard: int) -> torch.Size:
     """Return the shape of a shard's part of a parameter."""
+    return torch.Size([each.stop - each.start for each in _block(parameter, shard)])
+
+
+def _sends(parameter: Tensor, shard: int) -> bool:
+    """Whether a shard sends its part of a parameter to the owner, as the first one that holds it."""
     assert isinstance(parameter, DTensor)
-    return torch.Size([each.stop - each.start for each in region(parameter, shard)])
+    return holds_first(parameter, shard)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
