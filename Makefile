@@ -2,6 +2,7 @@
 #
 #   make demo        train a small GPT through three failures, then two tasks that share six nodes
 #   make demo-sharded  train a GPT sharded with FSDP2 through a failure
+#   make demo-moe    train a GPT with experts divided among workers, by megatron-core, through a failure
 #   make quick       lint, types and the tests that only compute: under three minutes on two cores
 #   make test        all tests but those marked chaos, which repeat its scenarios with other faults
 #   make long        the tests marked chaos, about an hour
@@ -43,7 +44,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # Read by tests/conftest.py, which prints the time since then at the end of each run of pytest.
 export MAKE_STARTED := $(shell date +%s)
 
-.PHONY: help setup demo demo-sharded quick test long matrix conformance conformance-pairs conformance-triples docs gpu chaos cross bench experiments import-cost lint types docs-check wheel-check clean
+.PHONY: help setup demo demo-sharded demo-moe quick test long matrix conformance conformance-pairs conformance-triples docs gpu chaos cross bench experiments import-cost lint types docs-check wheel-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -66,6 +67,10 @@ demo: $(READY)
 
 demo-sharded: $(READY)
 	@$(BIN)/python examples/fsdp_gpt.py --demo
+
+demo-moe: $(READY)
+	@$(BIN)/python -c 'import megatron.core' 2> /dev/null || $(PIP) -c constraints.txt --no-build-isolation -e '.[megatron]'
+	@$(BIN)/python examples/moe_gpt.py --demo
 
 quick: lint types
 	@$(BIN)/python -m pytest -q -m "not chaos and not zoo and not processes" -n auto $(COMPUTING) $(PYTEST_ARGS)

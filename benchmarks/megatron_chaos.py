@@ -15,11 +15,9 @@ from a checkpoint. With experts the model computes in float64, as lanes are summ
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from system.cluster import Cluster, Note
 from system.megatron import EXPERTS, MODEL, SCRIPT, ZERO1, differences, differing_replicas, finals, wait_replicas
+from worlds.client import worlds_of
 
 from unicron_lightning.local_cluster.processes import kill
 
@@ -116,17 +115,8 @@ def _survives(first: Note, second: Note) -> bool:
 def plain(folder: Path, model: dict[str, Any], step: int) -> Path:
     """Run a plain Megatron loop of as many steps; return the folder of its parameters."""
     world = _workers_of_replica(model) * model["dp"]
-    folder.mkdir()
-    request = {"scenario": "reference:run", "world": world, "folder": str(folder)}
-    request |= {"arguments": {"settings": model, "steps": [step]}, "seconds": 100 + step}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT.with_name("forks.py"))],
-        input=json.dumps(request) + "\n",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(done.stdout)["exits"] == [0] * world, done
+    with worlds_of(SCRIPT.parent, "unicron_lightning.megatron.toy", seconds=100 + step) as worlds:
+        worlds.run("reference:run", world, folder, settings=model, steps=[step])
     return folder
 
 

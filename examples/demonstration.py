@@ -62,7 +62,20 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def compare(command: Sequence[str | Path], steps: int, *, workers: int, least: int = 1, spare: int = 0) -> None:
+def last_checkpoint(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of the models in a training's folder."""
+    return dict(_tensors("", torch.load(folder / LAST, weights_only=True)))
+
+
+def compare(
+    command: Sequence[str | Path],
+    steps: int,
+    *,
+    workers: int,
+    least: int = 1,
+    spare: int = 0,
+    results: Callable[[Path], dict[str, Tensor]] = last_checkpoint,
+) -> None:
     """Train twice, the first time with a kill, and print the differences.
 
     Args:
@@ -71,13 +84,19 @@ def compare(command: Sequence[str | Path], steps: int, *, workers: int, least: i
         workers: of the task, each on a node of its own.
         least: workers with which the task continues.
         spare: nodes that wait for a failure.
+        results: of a training, from its folder: the parameters and, if it keeps them, ``losses`` of all steps.
     """
     with tempfile.TemporaryDirectory(prefix="demo-") as name:
         print(f"{workers} workers, {steps} steps; a worker is killed")
         words = [*command, "--steps", str(steps)]
-        struck = _train(words, Path(name) / "struck", f"{least}:{workers}", workers + spare, kill_after=steps // 4)
+        folders = Path(name) / "struck", Path(name) / "calm"
+        _train(words, folders[0], f"{least}:{workers}", workers + spare, kill_after=steps // 4)
         print("the same training without a failure")
-        calm = _train(words, Path(name) / "calm", f"{least}:{workers}", workers, kill_after=None)
+        _train(words, folders[1], f"{least}:{workers}", workers, kill_after=None)
+        struck, calm = map(results, folders)
+    if "losses" in calm:
+        apart = float((struck.pop("losses") - calm.pop("losses")).abs().max())
+        print(f"largest difference of a step's loss: {apart:.1e}")
     worst = max(float((struck[key] - calm[key]).abs().max()) for key in calm)
     print(f"largest difference of a parameter: {worst:.1e}")
     for key in [key for key in struck if key.endswith("uses.counts")]:
@@ -86,10 +105,8 @@ def compare(command: Sequence[str | Path], steps: int, *, workers: int, least: i
         print(f"uses with the failure: {uses}")
 
 
-def _train(
-    command: Sequence[str | Path], folder: Path, nnodes: str, nodes: int, *, kill_after: int | None
-) -> dict[str, Tensor]:
-    """Train on a cluster of this machine; return the tensors of the models."""
+def _train(command: Sequence[str | Path], folder: Path, nnodes: str, nodes: int, *, kill_after: int | None) -> None:
+    """Train on a cluster of this machine."""
     from unicron_lightning import LocalCluster  # not at the top: workers do not need it
 
     folder.mkdir()
@@ -108,7 +125,6 @@ def _train(
             resumed, whole = bill["stepped_at"] - bill["fault_at"], event["at"] - bill["fault_at"]
             print(f"next step after {1e3 * resumed:.0f} ms, all workers are back after {whole:.1f} s")
         print(*sorted({*re.findall(r"finished \d+ steps.*", "".join(map(cluster.log, exits)))}))
-    return dict(_tensors("", torch.load(folder / LAST, weights_only=True)))
 
 
 def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:

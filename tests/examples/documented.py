@@ -121,6 +121,7 @@ ALONE: Final = {
         folder="checkout", replace=(("1,3,9", "1,3"), ("0.1,0.01", "0.1")), add="steps=3"
     ),
     "python examples/fsdp_gpt.py --demo": Run(parsed=True),
+    "python examples/moe_gpt.py --demo": Run(parsed=True),
     "python examples/loop_gpt.py --demo": Run(parsed=True),
     "python examples/loop_gpt_before.py": Run(parsed=True),
     "python examples/loop_gan.py --demo": Run(parsed=True),
