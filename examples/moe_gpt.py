@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2, help="replicas of two workers")
     options = parser.parse_args()
     if options.demo:
-        command = [Path(__file__), "--replicas", str(options.replicas)]
+        command: list[str | Path] = [Path(__file__), "--replicas", str(options.replicas)]
         workers = LANES * options.replicas
         compare(command, options.steps, workers=workers, least=LANES, spare=1, results=results)
         return
