@@ -50,7 +50,9 @@ class Gpt(pl.LightningModule):
         self.model = toy.model(OPTIONS, toy.config(OPTIONS, **self.parallel))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return toy.forward(self.model, batch)
+        strategy: Any = self.trainer.strategy
+        virtual = isinstance(self.model, torch.nn.ModuleList)
+        return toy.forward(self.model[strategy.virtual_stage] if virtual else self.model, batch)
 
     def loss(self, output: Any, batch: Any) -> Any:
         return toy.loss(output)
@@ -63,11 +65,17 @@ class Plain:
     """The training loop of Megatron's examples."""
 
     def __init__(self, module: Any, replicas: int) -> None:
-        self.ddp = DistributedDataParallel(module.config, DistributedDataParallelConfig(), module)
-        self.ddp.broadcast_params()
-        self.optimizer = get_megatron_optimizer(ADAM, [self.ddp], use_gloo_process_groups=False)
-        module.config.finalize_model_grads_func = finalize_model_grads
-        module.config.grad_scale_func = self.optimizer.scale_loss
+        parts = [*module] if isinstance(module, torch.nn.ModuleList) else [module]
+        config = parts[0].config
+        self.ddps = [
+            DistributedDataParallel(config, DistributedDataParallelConfig(), part, disable_bucketing=number > 0)
+            for number, part in enumerate(parts)
+        ]
+        for ddp in self.ddps:
+            ddp.broadcast_params()
+        self.optimizer = get_megatron_optimizer(ADAM, self.ddps, use_gloo_process_groups=False)
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
         self.data = toy.Text(OPTIONS.length)
         self.rank, self.replicas = parallel_state.get_data_parallel_rank(), replicas
 
@@ -78,14 +86,15 @@ class Plain:
                 yield default_collate([self.data[s % len(self.data)] for s in range(first, first + MICRO_BATCH)])
 
         def forward(iterator: Any, model: Any) -> Any:
-            return toy.forward(model, next(iterator)), lambda output: (toy.loss(output), {})
+            return toy.forward(model, next(iterator)), lambda output: (toy.loss(output) / SETTINGS["cp"], {})
 
-        self.ddp.zero_grad_buffer()
+        for ddp in self.ddps:
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=batches(),
-            model=[self.ddp],
+            data_iterator=[batches() for _ in self.ddps] if len(self.ddps) > 1 else batches(),
+            model=self.ddps,
             num_microbatches=SHARE,
             seq_length=OPTIONS.length,
             micro_batch_size=MICRO_BATCH,
@@ -131,6 +140,10 @@ def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     parallel = {"tensor_model_parallel_size": SETTINGS["tp"], "pipeline_model_parallel_size": SETTINGS["pp"]}
+    if SETTINGS["cp"] > 1:
+        parallel["context_parallel_size"] = SETTINGS["cp"]
+    if SETTINGS["vpp"] > 1:
+        parallel["virtual_pipeline_model_parallel_size"] = SETTINGS["vpp"]
     turns = Turns(SETTINGS["steps"], SETTINGS["dp"], parallel)
     strategy = UnicronMegatronStrategy(**parallel)
     trainer = pl.Trainer(

@@ -1,15 +1,18 @@
 """Inject seeded random faults into a real Megatron training; compare its parameters with those of a plain loop.
 
-The model of tests/megatron/train.py runs on TP x EP x PP x DP workers, each with an agent of its own; one further agent
-has a warm worker that replaces a lost one. At random moments in a complete world a worker is killed, or two of one
+The model of tests/megatron/train.py runs on TP x CP x EP x PP x DP workers, each with an agent of its own; one further
+agent has a warm worker that replaces a lost one. At random moments in a complete world a worker is killed, or two of one
 replica, or two of different replicas, or a second one during the recovery from the first. Each role in the model is
-struck in turn: rank 0, a worker of the first and of the last stage, one that follows a tensor-parallel peer, and the
-owner of the last experts. All holders of a shard are never killed together, since training could then continue only
-from a checkpoint. With experts the model computes in float64, as lanes are summed in another order after a failure.
+struck in turn: rank 0, a worker of the first and of the last stage, one of the first and of the last part of a sequence,
+one that follows a tensor-parallel peer, and the owner of the last experts. All holders of a shard are never killed
+together, since training could then continue only from a checkpoint. With experts or divided sequences the model computes
+in float64, as sums have another order after a failure.
 
     python benchmarks/megatron_chaos.py --faults 50 --seed 1 --tp 1 --pp 2
     python benchmarks/megatron_chaos.py --faults 12 --tp 2 --pp 2          # eight workers
-    python benchmarks/megatron_chaos.py --faults 30 --ep 2 --pp 1
+    python benchmarks/megatron_chaos.py --faults 30 --ep 2 --pp 1          # experts
+    python benchmarks/megatron_chaos.py --faults 30 --pp 2 --vpp 2         # virtual pipeline stages
+    python benchmarks/megatron_chaos.py --faults 30 --pp 1 --cp 2          # divided sequences
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ STALLED_SECONDS = 120.0
 BIT_BY_BIT = 2
 """Number of replicas with which sums equal those of the failure-free run exactly; more replicas cause rounding."""
 MOST_DIFFERENCE = 1e-5
-MOST_WITH_EXPERTS = 1e-8
+MOST_IN_DOUBLE = 1e-8
 """In float64; Megatron's losses are in float32, whose last bit a difference may change."""
 
 
@@ -56,6 +59,7 @@ class Strike:
 def roles_of(worker: Note, model: dict[str, Any]) -> list[str]:
     """Roles of a worker in its replica and in the world, of those that not all workers share."""
     tensor, rest = worker["shard"] % model["tp"], worker["shard"] // model["tp"]
+    part, rest = rest % model["cp"], rest // model["cp"]
     lane, stage = rest % model["ep"], rest // model["ep"]
     found = {
         "rank 0": worker["rank"] == 0,
@@ -63,6 +67,8 @@ def roles_of(worker: Note, model: dict[str, Any]) -> list[str]:
         "last stage": model["pp"] > 1 and stage == model["pp"] - 1,
         "TP peer": tensor > 0,
         "last experts": model["ep"] > 1 and lane == model["ep"] - 1,
+        "first part": model["cp"] > 1 and part == 0,
+        "last part": model["cp"] > 1 and part == model["cp"] - 1,
     }
     return [role for role, has in found.items() if has]
 
@@ -104,7 +110,7 @@ def strike(cluster: Cluster, model: dict[str, Any], role: str | None, random_: r
 
 
 def _workers_of_replica(model: dict[str, Any]) -> int:
-    return int(model["tp"] * model["pp"] * model["ep"])
+    return int(model["tp"] * model["cp"] * model["ep"] * model["pp"])
 
 
 def _survives(first: Note, second: Note) -> bool:
@@ -124,11 +130,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    for name, size in (("tp", 1), ("pp", 2), ("ep", 1), ("dp", 2)):
+    for name, size in (("tp", 1), ("cp", 1), ("ep", 1), ("pp", 2), ("vpp", 1), ("dp", 2)):
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--zero1", action="store_true", help="with the distributed optimizer, and without clipping")
     arguments = parser.parse_args()
-    sizes = {name: getattr(arguments, name) for name in ("tp", "pp", "ep", "dp")}
+    sizes = {name: getattr(arguments, name) for name in ("tp", "cp", "ep", "pp", "vpp", "dp")}
     model = {**MODEL, **sizes, "toy": {"dropout": 0.1}}
     if arguments.ep > 1:
         # Tensor-parallel workers exchange tokens of a lane, whose numbers gloo requires to be equal.
@@ -136,6 +142,8 @@ def main() -> None:
         router = {**EXPERTS["toy"]["router"], "moe_token_dispatcher_type": dispatcher}
         toy = {**EXPERTS["toy"], "router": router, "sequence_parallel": arguments.tp > 1}
         model = {**EXPERTS, **sizes, "toy": toy}
+    if arguments.cp > 1:  # workers of a replica sum their gradients with those of other replicas
+        model |= {"toy": {"dropout": 0.1, "double": True}, "optimizer": {"clip_grad": 0.0, "lr": 1e-3}}
     if arguments.zero1:
         model |= ZERO1
     shards = _workers_of_replica(model)
@@ -156,7 +164,8 @@ def main() -> None:
     report(strikes, step, max(found.values()))
     assert lives == 1, f"{lives} lives: no worker had some shard's state any more"
     assert len(found) == workers
-    most = MOST_WITH_EXPERTS if model["ep"] > 1 else 0.0 if model["dp"] == BIT_BY_BIT else MOST_DIFFERENCE
+    divides = max(model["ep"], model["cp"]) > 1
+    most = MOST_IN_DOUBLE if divides else 0.0 if model["dp"] == BIT_BY_BIT else MOST_DIFFERENCE
     assert max(found.values()) <= most
 
 

@@ -1,6 +1,6 @@
 """Measure the strategy's failure-free cost for a Megatron model: tokens per second against a plain megatron-core loop.
 
-    python benchmarks/megatron_overhead.py [--tp 1] [--pp 2] [--dp 2] [--pairs 10] [--steps 10] [--layers 4] ...
+    python benchmarks/megatron_overhead.py [--tp 1] [--cp 1] [--pp 2] [--vpp 1] [--dp 2] [--pairs 10] ...
 
 The same processes alternate between some steps of `Trainer.fit` under ``unicron_megatron`` and as many of the loop of
 Megatron's examples, over a second model of the same sizes and the same process groups. Other load on the machine thus
@@ -21,7 +21,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from system.cluster import Cluster
 
 JOB = Path(__file__).resolve().parent / "job_megatron.py"
-SIZES = (("tp", 1), ("pp", 2), ("dp", 2), ("pairs", 10), ("steps", 10), ("layers", 4), ("hidden", 128))
+SIZES = (
+    ("tp", 1),
+    ("cp", 1),
+    ("pp", 2),
+    ("vpp", 1),
+    ("dp", 2),
+    ("pairs", 10),
+    ("steps", 10),
+    ("layers", 4),
+    ("hidden", 128),
+)
 
 
 def main() -> None:
@@ -30,7 +40,7 @@ def main() -> None:
     for name, value in SIZES:
         parser.add_argument(f"--{name}", type=int, default=value)
     arguments = vars(parser.parse_args())
-    workers = arguments["tp"] * arguments["pp"] * arguments["dp"]
+    workers = arguments["tp"] * arguments["cp"] * arguments["pp"] * arguments["dp"]
     with tempfile.TemporaryDirectory(prefix="megatron-") as name:
         folder = Path(name)
         settings = {**arguments, "workers": workers}
@@ -39,7 +49,8 @@ def main() -> None:
             cluster.wait_end()
         tokens, ours, plain = json.loads((folder / "times.json").read_text())
     fast, base = tokens / statistics.median(ours), tokens / statistics.median(plain)
-    print(f"TP={arguments['tp']} PP={arguments['pp']} DP={arguments['dp']}, {len(ours)} steps each")
+    sizes = " ".join(f"{name.upper()}={arguments[name]}" for name in ("tp", "cp", "pp", "vpp", "dp"))
+    print(f"{sizes}, {len(ours)} steps each")
     print(f"tokens/s of plain megatron-core: {base:.0f}; under unicron_megatron: {fast:.0f}; ratio {fast / base:.3f}")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from system.cluster import Cluster
 from system.healing import check, check_validation, healed
-from system.megatron import MODEL, SCRIPT, notes
+from system.megatron import MODEL, SCRIPT, notes, train
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -97,6 +97,20 @@ def test_divided_sequences_give_the_gradients_of_whole_ones(tmp_path: Path, worl
     whole = worlds.run("plain:train", 1, tmp_path / "whole")[0]
     divided = worlds.run("plain:train", 2, tmp_path / "divided", cp=2)[0]
     assert divided == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.chaos
+def test_checkpoints_do_not_depend_on_the_number_of_parts(tmp_path: Path) -> None:
+    options = {**PARTS, "toy": {"double": True, "layers": 2}, "dp": 1, "accumulation": 4}
+    whole = {**options, "cp": 1, "pp": 2}
+    first = train(tmp_path / "first", 2, **options, steps=6, save_every=2, beside=True)
+    saved = str(tmp_path / "first" / "checkpoints" / "step=2.ckpt")
+    second = train(tmp_path / "second", 2, **whole, steps=4, save_every=2, resume=saved)
+    saved = str(tmp_path / "second" / "checkpoints" / "step=4.ckpt")
+    third = train(tmp_path / "third", 2, **options, steps=6, resume=saved)
+    assert [*second, *third] == [2, 3, 4, 5]
+    norms = [note["norm"] for note in (*second.values(), *third.values())]
+    assert norms == pytest.approx([first[step]["norm"] for step in range(2, 6)], rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ class MainGradients:
         self._ddps = ddps
         self._lanes = lanes
         self._beside = beside
-        self._overlap = bool(ddps[0].ddp_config.overlap_grad_reduce)
+        # Replicas may begin the buckets of several parts in different orders: in the backward from the last part on, or
+        # all after it, as in a worker's first step. Hence those of several parts are reduced after the calls.
+        self._overlap = bool(ddps[0].ddp_config.overlap_grad_reduce) and len(ddps) == 1
         self._state: _SumsState = "local"
         self._armed = False
         self._failure: str | None = None
@@ -103,7 +105,7 @@ class MainGradients:
         if self._overlap and last:
             self._armed = True
             try:
-                yield [each.no_sync for each in self._ddps] if len(self._ddps) > 1 else self._ddps[0].no_sync
+                yield self._ddps[0].no_sync
             finally:
                 self._armed = False
         else:
