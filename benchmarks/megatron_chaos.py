@@ -1,12 +1,12 @@
 """Inject seeded random faults into a real Megatron training; compare its parameters with those of a plain loop.
 
-The model of tests/megatron/train.py runs on TP x CP x EP x PP x DP workers, each with an agent of its own; one further
-agent has a warm worker that replaces a lost one. At random moments in a complete world a worker is killed, or two of one
-replica, or two of different replicas, or a second one during the recovery from the first. Each role in the model is
-struck in turn: rank 0, a worker of the first and of the last stage, one of the first and of the last part of a sequence,
-one that follows a tensor-parallel peer, and the owner of the last experts. All holders of a shard are never killed
-together, since training could then continue only from a checkpoint. With experts or divided sequences the model computes
-in float64, as sums have another order after a failure.
+The model of tests/megatron/train.py runs on TP x CP x EP x PP x DP workers, each with an agent of its own; one
+further agent has a warm worker that replaces a lost one. At random moments in a complete world a worker is killed, or
+two of one replica, or two of different replicas, or a second one during the recovery from the first. Each role in the
+model is struck in turn: rank 0, a worker of the first and of the last stage, one of the first and of the last part of
+a sequence, one that follows a tensor-parallel peer, and the owner of the last experts. All holders of a shard are
+never killed together, since training could then continue only from a checkpoint. With experts or divided sequences
+the model computes in float64, as sums have another order after a failure.
 
     python benchmarks/megatron_chaos.py --faults 50 --seed 1 --tp 1 --pp 2
     python benchmarks/megatron_chaos.py --faults 12 --tp 2 --pp 2          # eight workers

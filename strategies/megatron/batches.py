@@ -316,13 +316,17 @@ class StagePass:
         if rows:
             with self._loaded.calling(rows):
                 self._grid.member.model.evaluate(self._evaluate_stage, rows, size)
-            numbers = self.rows.counted(rows) if self._grid.shape.context > 1 and self._grid.is_last else []
-            logged = self._batch.calls
-            means = iter(average_parts(self._grid, [call.value for number in numbers for call in logged[number]]))
-            for number in numbers:
-                logged[number] = [replace(call, value=next(means)) for call in logged[number]]
+            if self._grid.shape.context > 1 and self._grid.is_last:
+                self._average(self.rows.counted(rows))
         for number in self.rows.counted(rows):
             batch.finished(number)
+
+    def _average(self, numbers: Sequence[int]) -> None:
+        """Average the logged values of some batches over the parts of each sequence."""
+        logged = self._batch.calls
+        means = iter(average_parts(self._grid, [call.value for number in numbers for call in logged[number]]))
+        for number in numbers:
+            logged[number] = [replace(call, value=next(means)) for call in logged[number]]
 
     def results(self, rows: Collection[int]) -> bytes:
         """Encode the values logged by the batches of some rows."""

@@ -77,11 +77,8 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
             group["lr"] *= 0.99
         if settings.get("validate") and (step + 1 in steps or (step + 1) % settings["validate"] == 0):
             _judge(ddps, module, options, settings, folder / f"validation-{rank}-{step + 1}")
-        lane = parallel_state.get_data_parallel_rank()
-        first = lane == 0 if parts > 1 else parallel_state.get_expert_data_parallel_rank() == 0
-        if step + 1 in steps and first:
-            lane = part + parts * lane
-            _keep(module, folder / f"plain-{step + 1}-{tensor + settings['tp'] * (lane + experts * parts * stage)}.pt")
+        if step + 1 in steps:
+            _keep_first(module, settings, folder, step + 1)
     if options.experts and parallel_state.is_pipeline_last_stage():
         balance = torch.tensor(balances, dtype=torch.float64).view(max(steps), -1).mean(1)
         dist.all_reduce(balance, group=parallel_state.get_data_parallel_group())
@@ -140,6 +137,17 @@ def _balance() -> float:
             dist.all_reduce(values, group=each["reduce_group"])
         total += float(values.sum())
     return total
+
+
+def _keep_first(module: torch.nn.Module, settings: dict[str, Any], folder: Path, step: int) -> None:
+    """Keep the parameters of each shard, once."""
+    experts, parts, lane = settings.get("ep", 1), settings.get("cp", 1), parallel_state.get_data_parallel_rank()
+    if (lane if parts > 1 else parallel_state.get_expert_data_parallel_rank()) > 0:
+        return
+    lane = parallel_state.get_context_parallel_rank() + parts * lane
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    shard = parallel_state.get_tensor_model_parallel_rank() + settings["tp"] * (lane + experts * parts * stage)
+    _keep(module, folder / f"plain-{step}-{shard}.pt")
 
 
 def _keep(module: torch.nn.Module, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +21,10 @@ from unicron_lightning.replica.step import ReplicaEvaluation
 from unicron_lightning.strategies.megatron.batches import (
     StageBatches,
     StageSteps,
-    stage_batch,
     stage_evaluation,
+    transfer_batch,
 )
+from unicron_lightning.strategies.megatron.parallel import MegatronParallel
 from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.rows import ReportSum
@@ -33,13 +35,17 @@ def grid_at(tensor: int, stage: int) -> Any:
     augments = lambda batch, loader: batch + torch.rand(4)  # noqa: E731
     strategy = SimpleNamespace(seed=1, to_device=augments, root_device=torch.device("cpu"))
     shape = Shape(tensor=1 + tensor, pipeline=1 + stage, replicas=1)
-    return SimpleNamespace(strategy=strategy, coordinate=(tensor, stage), shape=shape, lane=0)
+    grid: Any = SimpleNamespace(strategy=strategy, coordinate=(tensor, stage), shape=shape, lane=0, context_rank=0)
+    grid.begin_stage = partial(MegatronParallel.begin_stage, grid)
+    return grid
 
 
 def test_all_workers_of_a_replica_augment_a_batch_alike_whatever_they_ran_before() -> None:
     def staged(number: int, tensor: int, stage: int) -> tuple[list[float], float]:
         samples = torch.full((4,), float(number))
-        data = stage_batch(grid_at(tensor, stage), samples, (1, 0, 0, number))
+        grid, place = grid_at(tensor, stage), (1, 0, 0, number)
+        data = transfer_batch(grid, samples, place)
+        grid.begin_stage(place, 0)
         return data.tolist(), float(torch.rand(()))
 
     first, computes = staged(0, 0, 0)
@@ -66,7 +72,7 @@ def test_a_step_loads_and_computes_for_the_detection_of_hangs() -> None:
     grid.strategy.module = SimpleNamespace(training_step=note, loss=lambda output, batch: output.sum())
     grid.strategy.results = SimpleNamespace(recording=lambda data: nullcontext([]))
     batches = StageBatches(grid, GlobalBatch(0, 0, range(2), note, lambda number: 4), 0)
-    _, loss = batches.forward(1)
+    _, loss = batches.forward(1, 0)
     assert float(loss(torch.ones(2))) == 2.0
     assert phases == [("data", 1), ("compute", 1)]
 

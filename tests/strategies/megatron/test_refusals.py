@@ -38,14 +38,13 @@ class Config:
     """A `TransformerConfig` with the attributes that are read."""
 
     def __init__(self, **fields: Any) -> None:
-        self.__dict__.update({"context_parallel_size": 1, "expert_model_parallel_size": 1, **fields})
+        sizes = {"context_parallel_size": 1, "expert_model_parallel_size": 1}
+        self.__dict__.update({**sizes, "virtual_pipeline_model_parallel_size": None, **fields})
 
 
 @pytest.mark.parametrize(
     ("config", "ddp", "optimizer", "message"),
     [
-        ({"virtual_pipeline_model_parallel_size": 2}, {}, {}, r"virtual_pipeline_model_parallel_size=2"),
-        ({"context_parallel_size": 2}, {}, {}, r"context_parallel_size=2.* expected 1"),
         ({"fp8": "hybrid"}, {}, {}, r"fp8='hybrid'"),
         ({}, {"average_in_collective": True}, {}, r"DistributedDataParallelConfig\(average_in_collective=True\)"),
         ({}, {"use_distributed_optimizer": True}, {}, r"use_distributed_optimizer=False.*expected both"),
@@ -111,6 +110,11 @@ def test_a_model_for_another_layout_than_the_task_has() -> None:
     config.expert_model_parallel_size = 4
     with pytest.raises(ConfigError, match=r"expert_model_parallel_size=4\), but the task has 2 now"):
         check_megatron_layout(config, Shape(tensor=1, pipeline=2, expert=2, replicas=1))
+    config = Config(tensor_model_parallel_size=1, pipeline_model_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"context_parallel_size=1\), but the task has 2 now"):
+        check_megatron_layout(config, Shape(tensor=1, pipeline=2, context=2, replicas=1))
+    with pytest.raises(ConfigError, match=r"virtual_pipeline_model_parallel_size=None\), but the task has 2 now"):
+        check_megatron_layout(config, Shape(tensor=1, pipeline=2, virtual=2, replicas=1))
 
 
 def test_what_is_supported_passes() -> None:
