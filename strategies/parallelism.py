@@ -150,7 +150,6 @@ class Parallelism(ABC):
         shuffles: whether training data is shuffled as under ddp.
         shards: devices that compute a micro-batch together, in the declared world.
         size: workers of a replica.
-        names_all: whether each worker's module has all parameters of the model, be they divided or not.
         one_size: whether all micro-batches must have the same number of samples.
         scheduled: whether the number of a step's micro-batches may depend on the data epoch.
         optimizes_manually: whether modules may have ``automatic_optimization=False``.
@@ -164,7 +163,6 @@ class Parallelism(ABC):
     shuffles: bool
     shards: int
     size = 1
-    names_all = True
     one_size = False
     scheduled = True
     optimizes_manually = False

@@ -231,7 +231,6 @@ class MegatronParallel(Parallelism):
     """
 
     whole = False
-    names_all = False
     one_size = True
     scheduled = False
     virtual_stage = 0

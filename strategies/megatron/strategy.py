@@ -45,6 +45,8 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
     """
 
     strategy_name = "unicron_megatron"
+    names_all = False
+    """Whether each worker's module has all parameters of the model, be they divided or not."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ def describe_model(trainer: pl.Trainer) -> dict[str, str]:
     return {
         "versions": "torch {}, lightning {}, unicron-lightning {}".format(*(v.partition("+")[0] for v in versions)),
         "seed": os.environ.get("PL_GLOBAL_SEED", "not set"),
-        **(parameters if strategy.parallelism.names_all else {}),  # type: ignore[attr-defined]
+        **(parameters if getattr(strategy, "names_all", True) else {}),
         "optimizer": ", ".join(describe_optimizer(each) for each in trainer.optimizers),
         "scheduler": ", ".join(
             f"{type(config.scheduler).__qualname__}({plain_text(shared_state(config.scheduler))}) per {config.interval}"

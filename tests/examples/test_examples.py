@@ -35,7 +35,10 @@ def test_the_sharded_gpt_learns(tmp_path: Path) -> None:
     assert (tmp_path / "last.ckpt").exists()
 
 
-@pytest.mark.parametrize(("example", "uses"), [("loop_gpt", USES), ("loop_shards", USES), ("loop_gan", [])])
+@pytest.mark.parametrize(
+    ("example", "uses"),
+    [("loop_gpt", USES), ("loop_shards", USES), pytest.param("loop_gan", [], marks=pytest.mark.chaos)],
+)
 def test_the_demonstration_of_a_loop_shows_that_a_kill_changes_nothing(example: str, uses: list[str]) -> None:
     command = [sys.executable, ROOT / f"examples/{example}.py", "--demo", "--steps", "60"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)

@@ -142,8 +142,11 @@ class Kill(pl.Callback):
         self._mark, self._workers = folder / "kill", workers
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        whole = trainer.world_size == self._workers and trainer.global_step >= 3
-        if whole and self._mark.exists() and trainer.global_rank == int(self._mark.read_text()):
+        try:
+            victim = int(self._mark.read_text())
+        except FileNotFoundError:  # the victim may remove it between two calls of another rank
+            return
+        if trainer.world_size == self._workers and trainer.global_step >= 3 and trainer.global_rank == victim:
             self._mark.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -23,7 +23,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["memory", pytest.param("file", marks=pytest.mark.chaos), "beside"])
+@pytest.mark.parametrize(
+    "kind", ["memory", *(pytest.param(kind, marks=pytest.mark.chaos) for kind in ("file", "beside"))]
+)
 def test_an_older_checkpoint_replaces_no_newer_state(tmp_path: Path, kind: str) -> None:
     """One of two workers dies and joins again; then both die."""
     model = {"shards": 1, "replicas": 2, "full": 2, "groups": 2, "tied": False}

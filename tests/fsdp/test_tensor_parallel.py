@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 SCRIPT = Path(__file__).with_name("tensor_parallel.py")
 
 
-@pytest.mark.parametrize(("shards", "replicas", "stream"), [(1, 2, None), (2, 1, {})])
+@pytest.mark.parametrize(
+    ("shards", "replicas", "stream"), [pytest.param(1, 2, None, marks=pytest.mark.chaos), (2, 1, {})]
+)
 def test_an_undisturbed_run_equals_one_process(
     tmp_path: Path, shards: int, replicas: int, stream: dict[str, Any] | None
 ) -> None:
@@ -90,7 +92,9 @@ def test_a_reproducible_run_has_the_same_bits_through_deaths(tmp_path: Path, sha
     assert len(found[1]) == 12 and all(found[2][step] == values for step, values in found[1].items())
 
 
-@pytest.mark.parametrize(("shards", "replicas", "victim"), [(2, 1, None), (1, 2, 3)])
+@pytest.mark.parametrize(
+    ("shards", "replicas", "victim"), [pytest.param(2, 1, None, marks=pytest.mark.chaos), (1, 2, 3)]
+)
 def test_a_script_for_lightnings_strategy(tmp_path: Path, shards: int, replicas: int, victim: int | None) -> None:
     """Without failures, and with a death: the same parameters, and a checkpoint that Lightning's strategy resumes."""
     settings = {"shards": shards, "replicas": replicas, "slices": 2}

@@ -186,7 +186,7 @@ def test_all_die_and_the_task_resumes(kind: str, world: Site, alone: dict[str, A
     assert kept == (["step=11.ckpt", "step=12.ckpt"] if kind == "folder" else ["step=5.ckpt"])
 
 
-@pytest.mark.parametrize("kind", ["folder", "memory"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("memory", marks=pytest.mark.chaos)])
 def test_random_deaths_with_states_kept_beside_the_training(kind: str, world: Site, alone: dict[str, Any]) -> None:
     for each in run(world, f"random-{kind}", drawn(20), run=KINDS[kind]):
         check(each, alone)

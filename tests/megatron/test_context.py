@@ -62,7 +62,8 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 IN_CI = ("parts",)
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.chaos)])
+@pytest.mark.chaos  # the kills below are compared with that run, too
+@pytest.mark.parametrize("stages", [1, 2])
 def test_without_failures_it_is_megatrons_own_run(stages: int, tmp_path: Path, worlds: Any) -> None:
     model = {**PARTS, "pp": stages, "dp": 2 // stages}
     settings = {**model, "steps": 6}

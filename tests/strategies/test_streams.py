@@ -35,7 +35,10 @@ def check_kept(cluster: Cluster, killed: int, samples: int, **fields: Any) -> No
     assert found == Counter(range(samples))
 
 
-@pytest.mark.parametrize(("workers", "states"), [("0", ""), pytest.param("2", "", marks=pytest.mark.chaos), ("1", "1")])
+@pytest.mark.parametrize(
+    ("workers", "states"),
+    [pytest.param("0", "", marks=pytest.mark.chaos), pytest.param("2", "", marks=pytest.mark.chaos), ("1", "1")],
+)
 def test_every_sample_is_used_once_an_epoch_through_deaths(
     workers: str, states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
