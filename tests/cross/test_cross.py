@@ -166,6 +166,7 @@ def test_deaths_change_no_bit_of_shards(place: Site) -> None:
     assert len(worlds[0]["digests"]) == 1 and worlds[0].keys() == {0, 1, "digests"}
 
 
+@pytest.mark.chaos  # to keep `make test` short
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 def test_megatron_cases(tmp_path: Path) -> None:

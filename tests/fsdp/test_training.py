@@ -55,6 +55,7 @@ def check(folder: Path, settings: dict[str, Any], workers: int) -> dict[str, Any
     return reference
 
 
+@pytest.mark.chaos  # the kills below are compared with one process, too
 def test_an_undisturbed_run_equals_one_process(tmp_path: Path) -> None:
     settings = {"steps": 8, "full": 4, "validate": 3, "configures": False}
     run(tmp_path, settings, [], 4, "4:4")

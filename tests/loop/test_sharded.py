@@ -205,6 +205,7 @@ def test_a_folder_of_shards_continues_in_another_number_of_them(world: Site, alo
         assert min(each["losses"]) == SAVED + 1
 
 
+@pytest.mark.chaos  # to keep `make test` short
 def test_a_reproducible_run_has_the_same_bits_with_any_replicas(world: Site) -> None:
     """Each replica has the same number of shards."""
     exact = {"run": {"reproducible": True}, "batch_norm": False}

@@ -111,7 +111,14 @@ def test_a_wrong_parameter_of_one_of_two_workers_goes_with_the_restart(world: Si
         check(each, single_of(world, "plain"))
 
 
-@pytest.mark.parametrize("kind", ["plain", "compiled", "scaler", "gan", "schedule", "memory"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "plain",
+        "scaler",
+        *(pytest.param(kind, marks=pytest.mark.chaos) for kind in ("compiled", "gan", "schedule", "memory")),
+    ],
+)
 def test_a_loop_without_wrong_bits_is_left_alone(kind: str, world: Site) -> None:
     """With dropout, batch norm, a compiled model, a scaler, two models: no false alarm, and no trace of repetitions."""
     found, logs, suspects = run(world, f"{kind}-quiet")

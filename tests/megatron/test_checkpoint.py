@@ -72,7 +72,8 @@ def test_bf16_without_zero1_is_taken_up_in_another_layout(worlds: Worlds, tmp_pa
     check(worlds, tmp_path / "pp2", f"{path}-beside", norms, 2, rel=1e-3, tp=1, pp=2, zero1=False, bf16=True)
 
 
-@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.chaos)])
+@pytest.mark.chaos  # to keep `make test` short
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.filterwarnings("ignore:.*to load in a single process")
 def test_divided_experts_are_taken_up_in_other_layouts(worlds: Worlds, tmp_path: Path, bf16: bool) -> None:
     path, rel = str(tmp_path / "checkpoint"), 1e-3 if bf16 else 1e-5

@@ -20,6 +20,7 @@ def slots(cluster: LocalCluster) -> dict[str, int]:
     return dict(Counter(filter(None, cluster.status()["assigned"].values())))
 
 
+@pytest.mark.chaos  # to keep `make test` short
 @pytest.mark.faults
 @pytest.mark.timeout(180)
 def test_a_job_with_a_wrong_profile_gets_the_right_plan_by_its_calibration(tmp_path: Path) -> None:
