@@ -420,10 +420,10 @@ class FaultTolerantStrategy(CollectingStrategy):
             self._kernels = use_deterministic_kernels()
         if not (announces and self.is_global_zero) or self.session.is_joiner:
             return
+        workers = self.parallelism.size * self.parallelism.shards
         if self.reproducible:
-            say(self.trainer, announced(self.root_device, self.parallelism.size * self.parallelism.shards))
+            say(self.trainer, announced(self.root_device, workers))
         if self.witness.every:
-            workers = self.parallelism.size * self.parallelism.shards
             say(self.trainer, self.witness.announced(self.engine.world.size, workers))
 
     @override

@@ -149,11 +149,7 @@ def check_virtual_stages(config: Any, ddp: Any, shape: Shape, device: torch.devi
         ("batch_p2p_comm", config.batch_p2p_comm, not config.overlap_p2p_comm, "it contradicts overlap_p2p_comm"),
         ("accelerator", device.type, "cpu" if two else device.type, _WORLDWIDE),
     ):
-        if found != expected:
-            raise ConfigError(
-                f"{name}={found!r} with virtual_pipeline_model_parallel_size={shape.virtual}: {reason}; expected "
-                f"{expected!r}"
-            )
+        _refuse_beside(f"virtual_pipeline_model_parallel_size={shape.virtual}", name, found, (expected,), reason)
 
 
 def check_context(config: Any, ddp: Any, shape: Shape) -> None:
@@ -176,10 +172,12 @@ def check_context(config: Any, ddp: Any, shape: Shape) -> None:
         ("use_distributed_optimizer", ddp.use_distributed_optimizer, False, "shards within a replica have no copies"),
         ("hierarchical_context_parallel_sizes", config.hierarchical_context_parallel_sizes, None, untested),
     ):
-        if found != expected:
-            raise ConfigError(
-                f"{name}={found!r} with context_parallel_size={shape.context}: {reason}; expected {expected!r}"
-            )
+        _refuse_beside(f"context_parallel_size={shape.context}", name, found, (expected,), reason)
+
+
+def _refuse_beside(setting: str, name: str, found: Any, expected: tuple[Any, ...], reason: str) -> None:
+    if found not in expected:
+        raise ConfigError(f"{name}={found!r} with {setting}: {reason}; expected {' or '.join(map(repr, expected))}")
 
 
 def check_megatron_loader(loader: DataLoader[Any], replicas: int, size: int | None = None) -> int:
@@ -279,11 +277,7 @@ def check_experts(config: Any, ddp: Any, shape: Shape) -> None:
         ("moe_shared_expert_overlap", config.moe_shared_expert_overlap, (False,), "it is untested"),
         ("moe_enable_routing_replay", config.moe_enable_routing_replay, (False,), "it is untested"),
     ):
-        if found not in expected:
-            raise ConfigError(
-                f"{name}={found!r} with num_moe_experts={config.num_moe_experts}: {reason}; expected "
-                f"{' or '.join(map(repr, expected))}"
-            )
+        _refuse_beside(f"num_moe_experts={config.num_moe_experts}", name, found, expected, reason)
     if shape.tensor > 1 and not config.sequence_parallel:
         raise ConfigError(
             f"tensor_model_parallel_size={shape.tensor} with num_moe_experts={config.num_moe_experts}: Megatron routes "
