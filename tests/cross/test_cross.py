@@ -190,7 +190,7 @@ RESTARTS: Final = {
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", RESTARTS)
+@pytest.mark.parametrize("name", [pytest.param("one_dies_later", marks=pytest.mark.chaos), "all_die_meanwhile"])
 def test_the_coordinator_starts_again(tmp_path: Path, name: str) -> None:
     case = Case.from_text(RESTARTS[name])
     with site(tmp_path) as own:

@@ -8,6 +8,7 @@ import pytest
 from demo.acts import play
 
 
+@pytest.mark.chaos  # to keep `make test` short; tests/node shares nodes between tasks, too
 @pytest.mark.timeout(560)
 @pytest.mark.usefixtures("with_figures")
 def test_two_tasks_share_a_cluster_through_a_nodes_death(tmp_path: Path) -> None:

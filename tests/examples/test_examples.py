@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 USES = ["3360 samples 0 times, 1440 samples 1 times"]
 
 
+@pytest.mark.chaos  # to keep `make test` short: the sharded one below learns, too
 def test_the_gpt_learns(tmp_path: Path) -> None:
     with LocalCluster(
         [ROOT / "examples/gpt.py", "--steps", "40", "--nodes", "2"], nodes=2, nnodes="2:2", folder=tmp_path
@@ -75,6 +76,7 @@ def test_the_classifier_learns_and_keeps_its_best_checkpoint(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["best.ckpt"]
 
 
+@pytest.mark.chaos  # to keep `make test` short: its command is started by test_commands
 def test_the_sweep_runs_its_jobs_on_a_cluster_of_its_own(tmp_path: Path) -> None:
     words = ["--multirun", "degree=1,3", "steps=50", "hydra/launcher=unicron", "hydra.launcher.poll_seconds=0.2"]
     words += ["hydra.launcher.endpoint=127.0.0.1:1", "hydra.sweep.dir=sweep"]

@@ -90,7 +90,11 @@ def test_random_deaths(kind: str, seed: int, world: Site, alone: dict[str, Any])
         check(each, alone)
 
 
-@pytest.mark.parametrize("kind", ["plain", "stream", "beside", "memory", "trainer"], indirect=True)
+@pytest.mark.parametrize(
+    "kind",
+    ["plain", "memory", "trainer", *(pytest.param(kind, marks=pytest.mark.chaos) for kind in ("stream", "beside"))],
+    indirect=True,
+)
 def test_all_die_and_the_task_resumes_from_its_checkpoint(kind: str, world: Site, alone: dict[str, Any]) -> None:
     found = run(world, f"{kind}-all", module_of(kind), [(-1, SAVED + 2, "micro_batch")], workers=WORKERS)
     assert len(found) == WORKERS
@@ -105,7 +109,7 @@ def test_all_die_and_the_task_resumes_from_its_checkpoint(kind: str, world: Site
         assert kept == ["step=15.ckpt", "step=16.ckpt"]
 
 
-@pytest.mark.parametrize("kind", ["plain", "trainer"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.chaos), "trainer"])
 def test_a_reproducible_run_has_the_bits_of_one_process(kind: str, world: Site) -> None:
     name = f"{kind}-exact"
     alone = single_of(world, kind, reproducible=True)

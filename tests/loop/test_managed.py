@@ -27,6 +27,7 @@ def notes(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+@pytest.mark.chaos  # to keep `make test` short; tests/system/test_pause.py pauses a Trainer
 def test_a_loop_is_killed_and_paused_for_another_one(tmp_path: Path) -> None:
     with LocalCluster(nodes=2, folder=tmp_path / "cluster", environment={"OMP_NUM_THREADS": "1"}) as cluster:
         folders = {name: tmp_path / name for name in ("low", "high", "alone")}

@@ -88,7 +88,7 @@ def test_a_run_without_deaths_is_that_of_whole_models_in_one_process(world: Site
     assert any("clip by step.clip_grad_norm_" in each["refused"] for each in found)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in (2, 3))])
 def test_random_deaths(seed: int, world: Site, alone: dict[str, Any]) -> None:
     found = run(world, f"random{seed}", drawn(seed))
     for each in found:
@@ -100,7 +100,7 @@ def alone_with_streams(world: Site) -> dict[str, Any]:
     return single(world, world.folder / "single", MODULE, "alone-stream")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.chaos), 1, 2])
 def test_random_deaths_with_streams(seed: int, world: Site, alone_with_streams: dict[str, Any]) -> None:
     history = [*drawn(50 + seed), (seed, STEPS // 2, "validation")] if seed else []
     found = run(world, f"stream{seed}", history)
@@ -146,7 +146,10 @@ def test_a_replica_with_a_node_whose_bits_flip_is_found(
     assert {(each["step"], each["last_right"]) for each in suspects} == {(6, 4)}
 
 
-@pytest.mark.parametrize("point", ["call", "compared", "reduced", "commit", "exchange"])
+@pytest.mark.parametrize(
+    "point",
+    ["compared", "reduced", *(pytest.param(at, marks=pytest.mark.chaos) for at in ("call", "commit", "exchange"))],
+)
 def test_a_death_beside_wrong_bits(point: str, world: Site, alone: dict[str, Any]) -> None:
     """In the same step, or in the recovery from it: whether they are found or not, nothing hangs."""
     flips = {"node": "-1", "step": 6, "same": False}
@@ -160,7 +163,7 @@ def test_a_death_beside_wrong_bits(point: str, world: Site, alone: dict[str, Any
             check(each, alone)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.chaos)])
 def test_a_worker_dies_in_a_prediction(rank: int, world: Site, alone: dict[str, Any]) -> None:
     found = run(world, f"predicting{rank}", [(rank, STEPS, "validation")])
     check_predictions(found, alone)
