@@ -9,6 +9,7 @@
 #   make matrix      Lightning's features under ddp and unicron, in worlds of one and two and with kills: the differences
 #   make conformance  short scripts under Lightning's strategies and unicron in one process: the differences
 #   make conformance-pairs conformance-triples  the same scripts in two and in three processes, under ddp and unicron
+#   make zoo         models of other packages, with a kill in each
 #   make chaos       200 random faults, seeded
 #   make cross       random scripts under random histories of deaths, beside the same without: make cross [MINUTES=10] [SEED=0]
 #   make gpu         the acceptance kit of docs/gpu.md, on a machine with a GPU: make gpu [WHEELS=folder] [ITEMS=K1,K2] [BUDGET=480]
@@ -16,6 +17,7 @@
 #   make experiments what failures would cost: benchmarks/experiments/results.md, simulated
 #   make docs        the documents as a site, with an API reference: build/site
 #   make lint types docs-check wheel-check
+#   make setup       the environment that all targets share: make setup [TORCH=2.14.1], the version of torch
 #   make import-cost what `import torch` costs more with this package installed
 PYTHON ?= python3
 SHELL := bash
@@ -29,6 +31,7 @@ CASES ?=
 WHEELS ?=
 ITEMS ?=
 BUDGET ?=
+TORCH ?=
 COMPUTING := $(addprefix tests/,planner cli coordinator data simulate faults detection) $(wildcard tests/test_*.py)
 # These start processes and mostly wait; their limits of time are generous (the fault tests pass at a load of ten).
 # They run in this order: the longest first, so that none is left alone at the end.
@@ -38,13 +41,14 @@ NONE_PICKED = $(if $(PYTEST_ARGS),|| test $$? = 5)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # -qq: what an index on this machine warns of is no concern of this project; errors are shown.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 # Read by tests/conftest.py, which prints the time since then at the end of each run of pytest.
 export MAKE_STARTED := $(shell date +%s)
 
-.PHONY: help setup demo demo-sharded demo-moe quick test long matrix conformance conformance-pairs conformance-triples docs gpu chaos cross bench experiments import-cost lint types docs-check wheel-check clean
+.PHONY: help setup demo demo-sharded demo-moe quick test long matrix conformance conformance-pairs conformance-triples zoo docs gpu chaos cross bench experiments import-cost lint types docs-check wheel-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -55,9 +59,10 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed; set PYTHON=...") if sys.version_info < (3, 10) else None'
 	@echo "setting up $(VENV) (once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) setuptools wheel -c constraints.txt
-	@$(PIP) "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS))
+	@$(PIP) setuptools wheel -c $(CONSTRAINTS)
+	@$(PIP) "$$(grep '^torch==' $(CONSTRAINTS))"
+	@$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
 	@touch $@
 
 setup: $(READY)
@@ -69,7 +74,7 @@ demo-sharded: $(READY)
 	@$(BIN)/python examples/fsdp_gpt.py --demo
 
 demo-moe: $(READY)
-	@$(BIN)/python -c 'import megatron.core' 2> /dev/null || $(PIP) -c constraints.txt --no-build-isolation -e '.[megatron]'
+	@$(BIN)/python -c 'import megatron.core' 2> /dev/null || $(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[megatron]'
 	@$(BIN)/python examples/moe_gpt.py --demo
 
 quick: lint types
@@ -91,7 +96,7 @@ matrix: $(READY)
 	@$(BIN)/python benchmarks/parity.py $(CASES)
 
 conformance: $(READY)
-	@$(BIN)/python -c 'import jsonargparse, tensorboardX' 2> /dev/null || $(PIP) -c constraints.txt --no-build-isolation -e '.[conformance]'
+	@$(BIN)/python -c 'import jsonargparse, tensorboardX' 2> /dev/null || $(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[conformance]'
 	@$(BIN)/python benchmarks/scenarios.py $(CASES)
 
 conformance-pairs: $(READY)
@@ -99,6 +104,10 @@ conformance-pairs: $(READY)
 
 conformance-triples: $(READY)
 	@$(MAKE) --no-print-directory conformance CASES="--world 3 $(CASES)"
+
+zoo: $(READY)
+	@$(BIN)/python -c 'import peft, transformers' 2> /dev/null || $(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[zoo]'
+	@$(BIN)/python -m pytest -m zoo tests/zoo $(PYTEST_ARGS)
 
 cross: $(READY)
 	@$(BIN)/python benchmarks/crossing.py --minutes $(MINUTES) --seed $(SEED)
@@ -132,7 +141,7 @@ docs-check: $(READY)
 
 # A site needs all its pages below one folder; links between documents and to sources stay as they are.
 docs: $(READY)
-	@$(BIN)/python -c 'import mkdocs, mkdocstrings, material' 2> /dev/null || $(PIP) -c constraints.txt --no-build-isolation -e '.[docs]'
+	@$(BIN)/python -c 'import mkdocs, mkdocstrings, material' 2> /dev/null || $(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[docs]'
 	@rm -rf build/site-source && mkdir -p build/site-source
 	@cp -r --dereference *.md docs unicron_lightning deploy conf benchmarks examples tests build/site-source/
 	@find build/site-source -name __pycache__ -prune -exec rm -r {} +

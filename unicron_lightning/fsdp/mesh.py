@@ -318,19 +318,22 @@ def check_sharded_optimizer(optimizer: Optimizer) -> None:
 def reset_after_exception(module: nn.Module) -> None:
     """Give sharded modules their sharded parameters back after an exception in a forward or backward.
 
-    The gradients of the interrupted micro-batch may have been added in part to the sharded ones. Those of whole
-    parameters, which torch's reset keeps for the next backward, are dropped.
+    The gradients of the interrupted micro-batch may have been added in part to the sharded ones, which stay as they
+    are. Those of whole parameters, which torch's reset keeps for the next backward up to 2.14, are dropped.
     """
-    for each in module.modules():
-        if isinstance(each, FSDPModule) and each._get_fsdp_state()._is_root:  # known from the first forward on
-            _reset(each)
-    for each in module.modules():
-        for group in _groups_of(each._get_fsdp_state()) if isinstance(each, FSDPModule) else ():
-            for parameter in group.fsdp_params:
-                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:  # from the first gather on
-                    whole.grad = None
-                parameter.unsharded_accumulated_grad = None
-                parameter.grad_offload_event = None
+    sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    found = [each for one in sharded for group in _groups_of(one._get_fsdp_state()) for each in group.fsdp_params]
+    earlier = [each.sharded_param.grad for each in found]  # torch's reset drops them from 2.15 on
+    for one in sharded:
+        if one._get_fsdp_state()._is_root:  # known from the first forward on
+            _reset(one)
+    for each, grad in zip(found, earlier, strict=True):
+        each.sharded_param.grad = grad
+        if (whole := getattr(each, "_unsharded_param", None)) is not None:  # from the first gather on
+            whole.grad = None
+        if "unsharded_accumulated_grad" in vars(each):  # up to torch 2.14
+            each.unsharded_accumulated_grad = None
+        each.grad_offload_event = None
 
 
 def _groups_of(state: Any) -> Sequence[Any]:
