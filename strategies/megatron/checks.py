@@ -272,6 +272,7 @@ def check_experts(config: Any, ddp: Any, shape: Shape) -> None:
         return
     for name, found, expected, reason in (
         ("use_distributed_optimizer", ddp.use_distributed_optimizer, (False,), "shards of experts have no copies"),
+        ("expert_tensor_parallel_size", config.expert_tensor_parallel_size, (shape.tensor,), _SLICED),
         ("moe_token_dispatcher_type", config.moe_token_dispatcher_type, ("allgather", "alltoall"), _UNSEEN),
         ("moe_router_force_load_balancing", config.moe_router_force_load_balancing, (False,), "it draws by rank"),
         ("moe_shared_expert_overlap", config.moe_shared_expert_overlap, (False,), "it is untested"),
@@ -291,6 +292,7 @@ def check_experts(config: Any, ddp: Any, shape: Shape) -> None:
         )
 
 
+_SLICED = "TP slices the experts, too"
 _UNSEEN = "its messages go beside torch's process groups, where a failure would not end them"
 
 _CONFUSED = "messages in both directions between two stages would be confused in one batch"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,12 @@ def test_configurations(config: dict, ddp: dict, optimizer: dict, message: str) 
             r"tensor_model_parallel_size=2 with num_moe_experts=8: .* expected .*sequence_parallel=T",
         ),
         ({}, {"use_distributed_optimizer": True}, {}, r"use_distributed_optimizer=True.* no copies; expected False"),
+        (
+            {"expert_tensor_parallel_size": 1, "sequence_parallel": True},
+            {},
+            {"tensor": 2},
+            "expert_tensor_parallel_size=1 with num_moe_experts=8: TP slices the experts, too; expected 2",
+        ),
         ({"moe_token_dispatcher_type": "flex"}, {}, {}, r"'flex'.* expected 'allgather' or 'alltoall'"),
         ({"moe_router_force_load_balancing": True}, {}, {}, "draws by rank"),
         ({"moe_shared_expert_overlap": True}, {}, {}, "moe_shared_expert_overlap=True"),
@@ -94,9 +101,11 @@ def test_experts(config: dict, ddp: dict, shape: dict, message: str) -> None:
         "sequence_parallel": False,
     }
     there = Shape(**{"tensor": 1, "expert": 2, "replicas": 2, **shape})
+    fields["expert_tensor_parallel_size"] = there.tensor  # as `TransformerConfig` sets it by default
     ddp_config, grid = DistributedDataParallelConfig(), Shape(tensor=2, expert=2, pipeline=2, replicas=2)
-    check_experts(Config(**fields), ddp_config, Shape(tensor=1, expert=2, pipeline=2, replicas=2))
-    check_experts(Config(**{**fields, "sequence_parallel": True}), ddp_config, grid)
+    check_experts(Config(**{**fields, "expert_tensor_parallel_size": 1}), ddp_config, replace(grid, tensor=1))
+    sliced = {"sequence_parallel": True, "expert_tensor_parallel_size": 2}
+    check_experts(Config(**{**fields, **sliced}), ddp_config, grid)
     check_experts(Config(num_moe_experts=None), DistributedDataParallelConfig(**ddp), there)
     with pytest.raises(ConfigError, match=message):
         check_experts(Config(**{**fields, **config}), DistributedDataParallelConfig(**ddp), there)
