@@ -10,6 +10,7 @@ step. Lightning's own collectives go through the engine, too (`CollectingStrateg
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -68,6 +69,8 @@ from unicron_lightning.worker.reproducible import announced, restore_kernels, us
 from unicron_lightning.worker.session import Session
 from unicron_lightning.worker.sums import LogCall, SumsLayout
 from unicron_lightning.worker.witness import Witness
+
+logger = logging.getLogger(__name__)
 
 
 class CollectingStrategy(ParallelStrategy):
@@ -577,6 +580,9 @@ class FaultTolerantStrategy(CollectingStrategy):
         if self._session is None:  # a script saves what no run has changed
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        if self._session.is_joiner and not self.engine.has_state:  # after a fit that it leaves out
+            logger.warning("checkpoint_left_out path=%s reason=this worker has no state yet", filepath)
+            return
         with self.engine.activity.during("checkpoint"):
             digest = self.parallelism.checkpoints.save(checkpoint, filepath, storage_options)
         if digest is not None:
@@ -675,7 +681,11 @@ class FaultTolerantStrategy(CollectingStrategy):
         self.persisting.close(whole=not self._broken_off)
         self.loaders.close()
         self._last_batch = None
+        module = self._lightning_module
+        if not self.parallelism.whole:  # its parts are views of buffers on the device, and further runs use them
+            self._lightning_module = None
         super().teardown()
+        self._lightning_module = module
 
 
 def strategy_of(trainer: pl.Trainer, asked_by: pl.Callback) -> FaultTolerantStrategy:

@@ -49,6 +49,10 @@ class StageSteps(StepRunner):
         self._size: int | None = None
         """Of the micro-batches, once a loader is known."""
 
+    def begin_fit(self) -> None:
+        """Forget the size of micro-batches in an earlier fit."""
+        self._size = None
+
     @override
     def check_data(self, loader: DataLoader[Any]) -> None:
         replicas = self._grid.strategy.shape.devices
@@ -348,14 +352,15 @@ class StagePass:
         self._grid.begin_stage(batch.place(number), virtual)
         with batch.recording(data) as calls:
             output = batch.run(data)
+        losses = f"{batch.method.removesuffix('_step')}_loss"
         if not isinstance(output, Tensor):
             raise ConfigError(
-                f"validation_step returned {output!r}; under unicron_megatron it returns the output of the stage for "
-                "one batch, a tensor, and validation_loss(output, batch) logs values computed from it on the last stage"
+                f"{batch.method} returned {output!r}; under unicron_megatron it returns the output of the stage for "
+                f"one batch, a tensor, and {losses}(output, batch) logs values computed from it on the last stage"
             )
         if counts:
             batch.calls[number] = calls
-        judge: Any = getattr(module, "validation_loss", None)
+        judge: Any = getattr(module, losses, None)
 
         def loss(result: Tensor) -> Tensor:
             if judge is not None:

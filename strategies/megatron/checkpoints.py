@@ -10,6 +10,7 @@ after the task has begun as usual.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,26 +42,34 @@ if TYPE_CHECKING:
 class LoadShard(Indivisible):
     """Loads the state of all active workers' shards; spares receive theirs from other workers later.
 
+    The state gets a version above those that workers have, as in a further fit they may have done more steps.
+
     Args:
         name: of the operation.
         member: this worker's connections and shard.
-        load: loads the state, with the other workers.
+        load: loads the state as a version, with the other workers.
         step: optimizer steps done in it.
     """
 
-    def __init__(self, name: str, member: ReplicaMember[ShardModel], load: Callable[[], None], step: int) -> None:
+    def __init__(self, name: str, member: ReplicaMember[ShardModel], load: Callable[[int], None], step: int) -> None:
         self.name = name
-        self._fabric = member.fabric
+        self._member = member
         self._load = load
         self._step = step
 
     def attempt(self, engine: Engine) -> bytes:
         engine.fault(self.name, engine.step)
-        if self._fabric.channels is not None:
-            run_released(self._load)
+        fabric, keeper = self._member.fabric, self._member.model.keeper
+        known = gather_bytes(engine.communicator, json.dumps(fabric.at).encode(), engine.tag(f"{self.name} of"))
+        newest = max(at for word in known if (at := json.loads(word)) is not None)
+        version = max(self._step, newest + 1)
+        if fabric.channels is not None:
+            run_released(partial(self._load, version))
         gather_bytes(engine.communicator, b"", engine.tag(self.name))
-        if self._fabric.channels is not None:
-            self._fabric.at = self._step
+        if fabric.channels is not None:
+            fabric.at = version
+        if keeper is not None:
+            keeper.ahead = version - self._step
         return b""
 
 
@@ -99,9 +108,8 @@ class GridCheckpoints(CheckpointStore):
         """Return a checkpoint as this worker holds it, also after the end of the run."""
         model = self._grid.member.model
         *ranges, shard = self._present_parts()
-        with self._grid.member.connected():
-            copies = None if model.keeper is None else dict.fromkeys(ranges, model.keeper.present())
-            return held_checkpoint(model.ddps, model.optimizer, checkpoint, shard, copies)
+        copies = None if model.keeper is None else dict.fromkeys(ranges, model.keeper.present())
+        return held_checkpoint(model.ddps, model.optimizer, checkpoint, shard, copies)
 
     def held_parts(self) -> Sequence[str]:
         """Name this worker's shard and, with the distributed optimizer, its ranges of the state and copies of others'.
@@ -158,10 +166,10 @@ class GridCheckpoints(CheckpointStore):
         for state in checkpoint.get("lr_schedulers", ()):
             rearrange_rates(state, places, number)
 
-        def read() -> None:
+        def read(version: int) -> None:
             load_folder(path, model.ddps, model.optimizer)
             if model.keeper is not None:
-                model.keeper.replace(step)
+                model.keeper.replace(version, step)
 
         self._grid.strategy.engine.run(LoadShard("load_checkpoint", member, read, step))
 
@@ -238,10 +246,10 @@ class GridDivision(SpreadDivision):
         """Keep the state for `settle`: Megatron builds the optimizer's main parameters at the start of the task."""
         model = self._model
 
-        def load() -> None:
+        def load(version: int) -> None:
             model.load_plain(state["shard"])
             if model.keeper is not None:
-                model.keeper.load_plain([each["optimizer"] for each in (state["shard"], *state["others"])], step)
+                model.keeper.load_plain([each["optimizer"] for each in (state["shard"], *state["others"])], version)
 
         self._restored = LoadShard("memory_restore", self._grid.member, load, step)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -26,10 +28,15 @@ def check_megatron_trainer(trainer: pl.Trainer) -> None:
             f"Trainer(gradient_clip_val={trainer.gradient_clip_val!r}): under unicron_megatron the norm is that of all "
             "shards; set OptimizerConfig(clip_grad=...) instead"
         )
+    if trainer.state.fn == TrainerFn.PREDICTING:
+        raise ConfigError(
+            "trainer.predict: under unicron_megatron the outputs of a batch are on the last stage alone; expected "
+            "trainer.test, with test_loss(output, batch) in the module"
+        )
     if str(trainer.precision) != "32-true":
         raise ConfigError(
             f"Trainer(precision={trainer.precision!r}): under unicron_megatron set TransformerConfig(bf16=True, "
-            "params_dtype=torch.bfloat16) and OptimizerConfig(bf16=True) instead"
+            "params_dtype=torch.bfloat16) and OptimizerConfig(bf16=True) instead, or fp16=True with torch.float16"
         )
 
 
@@ -61,6 +68,34 @@ def find_megatron_module(module: pl.LightningModule, virtual: int = 1) -> nn.Mod
     return children[0]
 
 
+def check_same(what: str, was: object, now: object) -> None:
+    """Refuse a run of a script for another object than that of its first run.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if now is not was:
+        raise ConfigError(
+            f"{what} in a further run of the script is not that of the first one; unicron_megatron supports one "
+            "Trainer and one module, whose configure_model() leaves a model that it has built as it is"
+        )
+
+
+def check_same_optimizer(was: Any, now: Any) -> None:
+    """Refuse an `OptimizerConfig` of a further fit that differs from the first one's.
+
+    Raises:
+        ConfigError: naming the fields.
+    """
+    names = [field.name for field in fields(was) if getattr(was, field.name) != getattr(now, field.name)]
+    if names:
+        raise ConfigError(
+            f"OptimizerConfig({', '.join(f'{name}={getattr(now, name)!r}' for name in names)}) in a further run of the "
+            f"script; expected {', '.join(repr(getattr(was, name)) for name in names)} as in the first one: Megatron "
+            "builds its optimizer once"
+        )
+
+
 def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
     """Refuse settings that cannot be recovered exactly, or are untested.
 
@@ -74,7 +109,6 @@ def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
     """
     wanted: list[tuple[Any, str, Any]] = [
         (config, "mtp_num_layers", None),
-        (config, "fp16", False),
         (config, "fp8", None),
         (config, "fp4", None),
         (config, "enable_cuda_graph", False),
@@ -83,8 +117,8 @@ def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
         (ddp, "use_megatron_fsdp", False),
         (ddp, "overlap_param_gather", False),
         (ddp, "num_distributed_optimizer_instances", 1),
-        (optimizer, "fp16", False),
-        (optimizer, "loss_scale", None),
+        (config, "fp16", optimizer.fp16),
+        (optimizer, "fp16", getattr(config, "fp16", False)),
         (optimizer, "use_distributed_optimizer", ddp.use_distributed_optimizer),
         (optimizer, "overlap_param_gather_with_optimizer_step", False),
         (optimizer, "log_num_zeros_in_grad", False),
@@ -96,6 +130,7 @@ def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
             "DistributedDataParallelConfig(use_distributed_optimizer=True) with "
             "OptimizerConfig(use_distributed_optimizer=False): expected both or neither"
         )
+    _check_loss_scale(config, optimizer)
     for owner, field, value in wanted:
         found = getattr(owner, field, value)
         if found != value and not (found is None or found is False):
@@ -103,6 +138,20 @@ def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
                 f"{type(owner).__qualname__}({field}={found!r}) is not supported by the unicron_megatron strategy; "
                 f"expected {value!r}"
             )
+
+
+def _check_loss_scale(config: Any, optimizer: Any) -> None:
+    """Refuse a loss scale where it is ignored, or its state is not kept."""
+    scale, experts = optimizer.loss_scale, getattr(config, "num_moe_experts", None)
+    if scale is not None and not (optimizer.fp16 or optimizer.bf16):
+        raise ConfigError(f"OptimizerConfig(loss_scale={scale!r}) is ignored in float32; expected None, or fp16=True")
+    if not optimizer.fp16 and scale is None:
+        return
+    setting = "OptimizerConfig(fp16=True)" if optimizer.fp16 else f"OptimizerConfig(loss_scale={scale!r})"
+    reason = "each of Megatron's optimizers would have a loss scale of its own"
+    _refuse_beside(setting, "num_moe_experts", experts, (None,), reason)
+    reason = "copies of shards have no loss scale"
+    _refuse_beside(setting, "use_distributed_optimizer", optimizer.use_distributed_optimizer, (False,), reason)
 
 
 def check_megatron_layout(config: Any, shape: Shape) -> None:

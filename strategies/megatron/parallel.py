@@ -5,9 +5,13 @@ Its optimizer has torch's interface, for Lightning and for learning-rate schedul
 
 from __future__ import annotations
 
+import atexit
+import copy
 import logging
+import math
 import re
 import signal
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -39,13 +43,15 @@ from unicron_lightning.replica.layout import Shape
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.megatron.batches import StageSteps, seed_micro_batch, stage_evaluation
-from unicron_lightning.strategies.megatron.checkpoints import GridCheckpoints, GridDivision
+from unicron_lightning.strategies.megatron.checkpoints import GridCheckpoints, GridDivision, LoadShard
 from unicron_lightning.strategies.megatron.checks import (
     check_context,
     check_experts,
     check_megatron_config,
     check_megatron_layout,
     check_megatron_trainer,
+    check_same,
+    check_same_optimizer,
     check_validation_loader,
     check_virtual_stages,
     find_megatron_module,
@@ -54,7 +60,7 @@ from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.passes.evaluation import GlobalPasses
 from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.engine import World
-from unicron_lightning.worker.session import Session
+from unicron_lightning.worker.session import Session, control_of_process
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -259,6 +265,12 @@ class MegatronParallel(Parallelism):
         self._sequence_length = sequence_length
         self._redundancy = redundancy
         self._member: ReplicaMember[ShardModel] | None = None
+        self._module: pl.LightningModule | None = None
+        """That of the script's runs, once there was one."""
+        self._config: OptimizerConfig | None = None
+        """Of the module's first run."""
+        self._founded = False
+        """Whether the task has begun with this worker's shard."""
 
     @property
     def member(self) -> ReplicaMember[ShardModel]:
@@ -300,15 +312,13 @@ class MegatronParallel(Parallelism):
 
     def check(self, trainer: pl.Trainer) -> None:
         check_megatron_trainer(trainer)
-        if self._member is not None or trainer.state.fn != TrainerFn.FITTING:
-            raise ConfigError(
-                "the unicron_megatron strategy supports one trainer.fit per script, and nothing beside it"
-            )
 
     def _check_validation(self, loader: DataLoader[Any]) -> None:
         check_validation_loader(loader, equal=self.shape.width > 1)
 
     def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
+        if control_of_process() is not None:
+            check_same("the Trainer", None, self)
         width = self._script.width
         if shape.devices % width:
             raise ConfigError(
@@ -325,6 +335,11 @@ class MegatronParallel(Parallelism):
     def begin(self, session: Session) -> None:
         strategy, fabric = self.strategy, self.member.fabric
         _keep_to_itself(strategy.module.trainer)
+        if self._module is not None:
+            check_same("the module", self._module, strategy.module)
+            return
+        self._module, self._founded = strategy.module, session.is_joiner
+        atexit.register(_close, weakref.ref(self.member))
         if session.is_joiner:
             fabric.take_shard(strategy.local_rank)
         build_world(fabric.shape, fabric.own_shard, strategy.root_device)
@@ -333,8 +348,36 @@ class MegatronParallel(Parallelism):
     def set_up_optimizers(self, trainer: pl.Trainer, default: Callable[[pl.Trainer], None]) -> None:
         """Set up Megatron's data parallelism around the module's model, and its optimizer."""
         strategy = self.strategy
+        config, scheduler = self._build(trainer)
+        self.steps.begin_fit()
+        self._optimizer = MegatronOptimizer(lambda: self.member.model.optimizer, self.member.update)
+
+        def samples() -> int:
+            if self.member.model.scales and math.isnan(self.steps.grad_norm):
+                return 0  # Megatron-LM's scheduler leaves out steps that are skipped; a spare knows their norm only
+            return strategy.shape.micro_batches * self.member.model.micro_batch_size
+
+        found = make_scheduler(scheduler, self._optimizer, config, samples)
+        made = [] if found is None else [found]
+        strategy.optimizers = [self._optimizer]
+        strategy.lr_scheduler_configs = _configure_schedulers_automatic_opt(made, None)
+
+    def _build(self, trainer: pl.Trainer) -> tuple[OptimizerConfig, Callable[[Optimizer], Any] | None]:
+        """Build this worker's shard in the script's first run, or reset its optimizer's options; return the module's
+        configuration of the optimizer, and its scheduler's factory.
+
+        Raises:
+            ConfigError: the model or the configuration is not that of the first run.
+        """
+        strategy = self.strategy
         returned = call._call_lightning_module_hook(trainer, "configure_optimizers", pl_module=strategy.module)
         config, scheduler = split_configuration(returned)
+        if self.member.fabric.built:
+            self._check_model()
+            check_same_optimizer(self._config, config)
+            self.member.model.reset_groups()
+            return config, scheduler
+        self._config = copy.copy(config)
         self.member.model = build_shard(
             strategy.module,
             self._ddp,
@@ -345,18 +388,32 @@ class MegatronParallel(Parallelism):
             redundancy=self._redundancy,
         )
         self.member.model.before_update = strategy.persisting.settle
-        self._optimizer = MegatronOptimizer(lambda: self.member.model.optimizer, self.member.update)
+        return config, scheduler
 
-        def samples() -> int:
-            return strategy.shape.micro_batches * self.member.model.micro_batch_size
-
-        found = make_scheduler(scheduler, self._optimizer, config, samples)
-        made = [] if found is None else [found]
-        strategy.optimizers = [self._optimizer]
-        strategy.lr_scheduler_configs = _configure_schedulers_automatic_opt(made, None)
+    def _check_model(self) -> None:
+        """Refuse another model than that of the first run, and a world of another trainer."""
+        model = self.member.model
+        check_same("the model", model.module, find_megatron_module(self.strategy.module, self.shape.virtual))
+        if self.member.fabric.channels is not None and not model.is_entered:
+            check_same("the Trainer", None, self)
 
     def found(self, *, resumes: bool) -> None:
-        self.member.found(self.strategy.engine)
+        strategy, member = self.strategy, self.member
+        fits = strategy.trainer.state.fn == TrainerFn.FITTING
+        if not member.fabric.built:
+            self._build(strategy.trainer)
+        elif not fits:
+            self._check_model()
+        if not self._founded:
+            self._founded = True
+            member.found(strategy.engine)
+        elif fits:
+            rates, step = self._optimizer.rates(), strategy.trainer.global_step
+            strategy.engine.run(LoadShard("new_optimizer", member, member.model.renew_optimizer, step))
+            self._optimizer.set_rates(rates)
+
+    def finish(self) -> None:
+        self.member.finish(self.strategy.engine)
 
     # ---- worlds
 
@@ -414,8 +471,14 @@ class MegatronParallel(Parallelism):
         return restore
 
     def close(self) -> None:
-        if self._member is not None:
-            self._member.close()
+        """Keep the shard for the script's next run."""
+
+
+def _close(known: weakref.ref[ReplicaMember[ShardModel]]) -> None:
+    """Leave the world before the process ends, if there is a trainer that uses it."""
+    member = known()
+    if member is not None:
+        member.close()
 
 
 def _keep_to_itself(trainer: pl.Trainer) -> None:

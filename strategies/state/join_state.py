@@ -165,11 +165,9 @@ def fit_results(trainer: pl.Trainer) -> bytes | None:
     results: dict[str, Any] = {"callbacks": call._call_callbacks_state_dict(trainer)}
     results["metrics"] = dict(trainer._logger_connector._callback_metrics)
     module = trainer.lightning_module
-    results["module"] = [
-        [p.requires_grad for p in module.parameters()],
-        layer_settings(module),
-        callbacks.state(trainer),
-    ]
+    same = getattr(trainer.strategy, "names_all", True)  # otherwise other ranks' modules have other parameters
+    requires_grad = [p.requires_grad for p in module.parameters()] if same else []
+    results["module"] = [requires_grad, layer_settings(module) if same else {}, callbacks.state(trainer)]
     try:
         return codec.encode({**results, "counters": counters(trainer.fit_loop), "settings": _settings_of(trainer)})
     except codec.NotPlainData as error:
@@ -182,8 +180,9 @@ def take_fit_results(trainer: pl.Trainer, results: dict[str, Any]) -> None:
     call._call_callbacks_load_state_dict(trainer, {"callbacks": results["callbacks"]})
     trainer._logger_connector._callback_metrics.update(results["metrics"])
     requires_grad, layers, known = results["module"]
-    for parameter, needed in zip(trainer.lightning_module.parameters(), requires_grad, strict=True):
-        parameter.requires_grad_(needed)
+    if requires_grad:
+        for parameter, needed in zip(trainer.lightning_module.parameters(), requires_grad, strict=True):
+            parameter.requires_grad_(needed)
     set_layers(trainer.lightning_module, layers)
     callbacks.restore(trainer, known)
     set_counters(trainer.fit_loop, results["counters"])

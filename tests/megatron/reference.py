@@ -72,7 +72,7 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
             micro_batch_size=MICRO_BATCH,
             forward_only=False,
         )
-        norms.append(float(optimizer.step()[1]))
+        norms.append(float(optimizer.step()[1] or "nan"))  # None if it has skipped the step
         for group in optimizer.param_groups:
             group["lr"] *= 0.99
         if settings.get("validate") and (step + 1 in steps or (step + 1) % settings["validate"] == 0):
@@ -102,7 +102,9 @@ def _build(settings: dict[str, Any], options: toy.Toy) -> tuple[Any, list[Any], 
         expert_model_parallel_size=settings.get("ep", 1),
     )
     module = toy.model(options, config)
-    ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16, **settings["ddp"]})
+    ddp_config = DistributedDataParallelConfig(
+        **{"grad_reduce_in_fp32": options.bf16 or options.fp16, **settings["ddp"]}
+    )
     parts = [*module] if isinstance(module, torch.nn.ModuleList) else [module]
     ddps = [
         DistributedDataParallel(config, ddp_config, part, disable_bucketing=number > 0)
@@ -113,6 +115,7 @@ def _build(settings: dict[str, Any], options: toy.Toy) -> tuple[Any, list[Any], 
     optimizer_config = OptimizerConfig(
         **{"optimizer": "adam", "lr": 1e-2, "clip_grad": 1.0, **settings["optimizer"]},
         bf16=options.bf16,
+        fp16=options.fp16,
         params_dtype=config.params_dtype,
     )
     optimizer = get_megatron_optimizer(optimizer_config, ddps)

@@ -17,6 +17,7 @@ from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
 from unicron_lightning.callbacks import UnicronCheckpoint
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron import shim, toy
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
@@ -30,6 +31,7 @@ LENGTH = 8
 KINDS = {
     "float32": {},
     "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
     "divided": {"zero": True},
     "divided bf16": {"zero": True, "bf16": True},
     "divided in buckets": {"zero": True, "buckets": True},
@@ -41,10 +43,13 @@ KINDS = {
 class Module(pl.LightningModule):
     """A GPT with weights that decay and others that do not, a frozen one, and tokens that are not used."""
 
-    def __init__(self, *, bf16: bool = False, tied: bool = True, zero: bool = False, buckets: bool = False) -> None:
+    def __init__(
+        self, *, bf16: bool = False, fp16: bool = False, tied: bool = True, zero: bool = False, buckets: bool = False
+    ) -> None:
         super().__init__()
-        self.options = toy.Toy(layers=2, hidden=24, length=LENGTH, bf16=bf16, tied=tied)
+        self.options = toy.Toy(layers=2, hidden=24, length=LENGTH, bf16=bf16, fp16=fp16, tied=tied)
         self.zero, self.buckets, self.found = zero, buckets, dict[str, Any]()
+        self.rate = 0.05
 
     def configure_model(self) -> None:
         self.model = toy.model(self.options, toy.config(self.options))
@@ -58,6 +63,8 @@ class Module(pl.LightningModule):
         tokens = (batch[0][:, None] + torch.arange(LENGTH)) % 50
         return self.model(tokens, torch.arange(LENGTH).expand_as(tokens), None)
 
+    predict_step = training_step
+
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         labels = (batch[0][:, None] + torch.arange(LENGTH) + 1) % 50
         return torch.nn.functional.cross_entropy(output.float().flatten(0, 1), labels.flatten())
@@ -69,9 +76,12 @@ class Module(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         config = OptimizerConfig(
             optimizer="adam",
-            lr=0.05,
+            lr=self.rate,
             weight_decay=0.1,
             bf16=self.options.bf16,
+            fp16=self.options.fp16,
+            initial_loss_scale=2.0**10,
+            loss_scale_window=1,  # another scale in each step
             use_distributed_optimizer=self.zero,
         )
         return {
@@ -90,6 +100,8 @@ class Module(pl.LightningModule):
                 state = part.optimizer.state[main]
                 tensors |= {f"{number} {place} {key}": torch.as_tensor(value) for key, value in state.items()}
                 tensors[f"{number} {place}"] = main.detach()
+        if self.options.fp16:
+            tensors["scale"] = part.grad_scaler.scale
         [schedule] = self.trainer.lr_scheduler_configs
         settings = [{**group, "params": len(group["params"])} for group in groups]
         return copy.deepcopy({"tensors": tensors, "groups": settings, "schedule": schedule.scheduler.state_dict()})
@@ -161,6 +173,32 @@ def members(rank: int, world: int, folder: Path, kind: str) -> None:
     again = Module(**KINDS[kind])
     fitted(strategy_of(kind), again, SAVED + 1, Remembered(remembered.data))
     same(again.found, remembered.state)
+
+
+def refused(rank: int, world: int, folder: Path) -> list[str]:
+    """Return the errors of further runs that are refused, and check that the first model has trained on before."""
+    module, found = Module(), []
+    trainer = fitted(strategy_of("float32"), module, 1)
+    data: Any = trainer.train_dataloader
+
+    def refuse(run: Any, module: Module) -> None:
+        try:
+            run(module, data)
+        except ConfigError as error:
+            found.append(str(error))
+
+    refuse(trainer.fit, module)  # its configure_model builds another model
+    model, module.configure_model = module.model, lambda: None  # type: ignore[method-assign]
+    refuse(trainer.fit, Module())
+    refuse(trainer.predict, module)
+    module.model = trainer.strategy.parallelism.member.model.module  # type: ignore[attr-defined]
+    assert module.model is not model
+    trainer.fit_loop.epoch_loop.max_steps = 3
+    trainer.fit(module, data)
+    assert trainer.global_step == 3
+    module.rate = 0.1
+    refuse(trainer.fit, module)
+    return found
 
 
 def dropped(rank: int, world: int, folder: Path) -> list[int]:

@@ -62,6 +62,22 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             die("commit", 1, 0),
         ],
     ),
+    "scaled": (
+        {
+            "pp": 2,
+            "toy": {"fp16": True},
+            # the first steps overflow, and later every third one or so
+            "optimizer": {"initial_loss_scale": 2.0**24, "loss_scale_window": 2, "hysteresis": 1, "clip_grad": 1.0},
+        },
+        [
+            die("gate", 0, 1),  # others have finalized their gradients, or have not
+            die("commit", 1, 0),
+            die("committed", 0, 0),
+            die("update", 1, 1),
+            die("reduced", 0, 0),
+            die("commit", 0, 1),
+        ],
+    ),
     "zero1": (
         {"pp": 2, "stream": True, "validate": 4, **ZERO1},
         [

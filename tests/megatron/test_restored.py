@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from worlds.client import Worlds
 
-KINDS = ("float32", "bf16", "divided", "divided bf16", "divided in buckets", "untied in buckets")
+KINDS = ("float32", "bf16", "fp16", "divided", "divided bf16", "divided in buckets", "untied in buckets")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -23,3 +23,16 @@ def test_a_state(worlds: Worlds, tmp_path: Path, kind: str, scenario: str) -> No
 def test_dropped_trainers_leave_no_files(worlds: Worlds, tmp_path: Path) -> None:
     [found] = worlds.run("restored:dropped", 1, tmp_path)
     assert found == [found[0]] * 3
+
+
+def test_further_runs_that_are_refused(worlds: Worlds, tmp_path: Path) -> None:
+    [found] = worlds.run("restored:refused", 1, tmp_path)
+    wanted = [
+        "the model in a further run",
+        "the module in a further",
+        "trainer.predict: under",
+        "OptimizerConfig(lr=0.1)",
+    ]
+    assert len(found) == 4
+    for message, words in zip(found, wanted, strict=True):
+        assert message.startswith(words), message

@@ -184,7 +184,8 @@ class Model(pl.LightningModule):
         config = OptimizerConfig(
             **{"optimizer": "adam", "lr": 1e-2, "clip_grad": 1.0, **self.settings["optimizer"]},
             bf16=self.toy.bf16,
-            params_dtype=torch.bfloat16 if self.toy.bf16 else torch.float64 if self.toy.double else torch.float32,
+            fp16=self.toy.fp16,
+            params_dtype=self.toy.dtype,
         )
         return {
             "optimizer": config,
@@ -347,7 +348,7 @@ def main() -> None:
         virtual_pipeline_model_parallel_size=settings["vpp"],
         context_parallel_size=settings["cp"],
         expert_model_parallel_size=settings["ep"],
-        ddp=DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16, **settings["ddp"]}),
+        ddp=DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16 or options.fp16, **settings["ddp"]}),
         redundancy=None if settings["redundancy"] is None else Redundancy(**settings["redundancy"]),
         digest_every=1,
     )

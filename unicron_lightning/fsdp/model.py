@@ -269,7 +269,7 @@ class FsdpShard:
                     lane.copy_first(host)
                 part.copy_(host)
 
-    def state(self) -> DividedState:
+    def state(self, *, whole: bool = False) -> DividedState:
         """Divide `plain_state`."""
         return divided_shard(self.plain_state(), len(list(self.root.parameters())))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -17,7 +19,14 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.experts import Experts
 from unicron_lightning.megatron.gradients import MainGradients
 from unicron_lightning.megatron.references import replace_groups, stale_groups
-from unicron_lightning.megatron.sharded import ShardedOptimizer, ShardKeeper, init_momentum, parameter_groups, parts_of
+from unicron_lightning.megatron.sharded import (
+    ShardedOptimizer,
+    ShardKeeper,
+    init_momentum,
+    initialize_state,
+    parameter_groups,
+    parts_of,
+)
 from unicron_lightning.megatron.world import Groups
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.worker.delivery import divided_shard
@@ -45,6 +54,8 @@ class ShardModel:
     Attributes:
         micro_batch_size: of the tensors that pipeline stages exchange, in samples.
         grad_norm: of the last finalized gradients, before clipping.
+        overflowed: whether some of these gradients are not finite, so that the step is skipped; the same on all workers
+            of all replicas. Only with a loss scale; the norm then is NaN.
         keeper: of the optimizer's shards, if any.
         experts: the state of the routers that a step changes.
         before_update: called before parameters and optimizer change.
@@ -84,8 +95,12 @@ class ShardModel:
             known = parameter_groups(ddp, optimizer_config)
             optimizer = ShardedOptimizer(ddp, self.optimizer, known)
             self.keeper = ShardKeeper(optimizer, self.gradients, redundancy)
+        self._scalers = [part.grad_scaler for part in parts_of(self.optimizer) if getattr(part, "grad_scaler", None)]
+        self._first_scales = self._scales()
+        self._options = [_options(group) for group in self.optimizer.param_groups]
+        """Of the parameter groups, as Megatron has made them."""
         self.before_update: Callable[[], None] = lambda: None
-        self.grad_norm = 0.0
+        self.grad_norm, self.overflowed = 0.0, False
         self._lanes, self._context = lanes, context
         self._scale = 1.0
         self._sequence_length = sequence_length
@@ -218,16 +233,23 @@ class ShardModel:
         """
         with self.experts.without_update():
             finalize_model_grads([_Reduced(each) for each in self.ddps])
-        found = self.optimizer.prepare_grads()
-        assert not found, "loss scaling is refused, so no overflow is looked for"
-        self.grad_norm = float(self.optimizer.get_grad_norm())
+        scales = self._scales()
+        self.overflowed = self.optimizer.prepare_grads()
+        for scaler, state in zip(self._scalers, scales, strict=True):
+            scaler.load_state_dict(state)  # it has been updated already, and this step may be interrupted
+        self.grad_norm = math.nan if self.overflowed else float(self.optimizer.get_grad_norm())
 
     def update(self) -> None:
-        """Clip, and step the optimizer, as Megatron's own ``step`` does after the norm.
+        """Clip, and step the optimizer, as Megatron's own ``step`` does after the norm; only change the loss scale if
+        some gradient is not finite.
 
         Without communication, except that with the distributed optimizer replicas gather the parameters.
         """
         self.before_update()
+        for scaler in self._scalers:
+            scaler.update(self.overflowed)
+        if self.overflowed:
+            return
         for optimizer in parts_of(self.optimizer):
             parameters = [] if optimizer.is_stub_optimizer else optimizer.get_parameters()
             if parameters and optimizer.config.clip_grad > 0.0:
@@ -236,6 +258,49 @@ class ShardModel:
                 )
         self.optimizer.step_with_ready_grads()
         self.experts.update()
+
+    @property
+    def scales(self) -> bool:
+        """Whether there is a loss scale, so that steps may be skipped."""
+        return bool(self._scalers)
+
+    def _scales(self) -> list[dict[str, Any]]:
+        """The states of the loss scales; a scaler replaces its tensor, and does not change it."""
+        return [scaler.state_dict() for scaler in self._scalers]
+
+    # ---- further fits
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether the process is in this model's groups; no other trainer has replaced them."""
+        return self._groups["world"] is dist.group.WORLD
+
+    def reset_groups(self) -> None:
+        """Give the groups of parameters the options of a new optimizer, for a further fit."""
+        for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update(options, params=parameters)
+
+    def renew_optimizer(self, version: int) -> None:
+        """Give the optimizer the state of a new one, for a further fit; with a keeper a collective of this shard.
+
+        Args:
+            version: number of the new state.
+
+        Raises:
+            CommunicatorAborted: a worker of this shard has failed.
+        """
+        for part in parts_of(self.optimizer):
+            if not part.is_stub_optimizer:
+                part.optimizer.state.clear()
+                if self.keeper is not None:
+                    initialize_state(part)
+        for scaler, state in zip(self._scalers, self._first_scales, strict=True):
+            scaler.load_state_dict(state)
+        self.optimizer.reload_model_params()
+        if self.keeper is not None:
+            self.keeper.keep(version)
 
     # ---- other worlds
 
@@ -261,19 +326,20 @@ class ShardModel:
             ddp.broadcast_params()
         self.optimizer.reload_model_params()
 
-    def state(self) -> DividedState:
+    def state(self, *, whole: bool = False) -> DividedState:
         """Divide `plain_state`."""
-        return divided_shard(self.plain_state(), 0 if self.keeper is not None else len(list(self.module.parameters())))
+        number = 0 if self.keeper is not None and not whole else len(list(self.module.parameters()))
+        return divided_shard(self.plain_state(whole=whole), number)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the `plain_state` of another worker of this shard."""
         self.load_plain(state)
 
-    def plain_state(self) -> dict[str, Any]:
-        """Parameters, buffers and optimizer of this shard, as plain data that shares their memory; only buffers if the
-        keeper holds the rest.
+    def plain_state(self, *, whole: bool = False) -> dict[str, Any]:
+        """Parameters, buffers and optimizer of this shard, as plain data that shares their memory; if the keeper holds
+        the rest, only buffers, and parameters if ``whole``.
         """
-        tensors = [each.detach() for each in self._own()]
+        tensors = [each.detach() for each in self._own(whole=whole)]
         return {"tensors": tensors, **({} if self.keeper is not None else {"optimizer": self.optimizer.state_dict()})}
 
     def fits(self, state: Mapping[str, Any]) -> bool:
@@ -283,14 +349,16 @@ class ShardModel:
     def load_plain(self, state: Mapping[str, Any]) -> None:
         """Load the `plain_state` of another worker of this shard, or of one in an earlier life."""
         with torch.no_grad():
-            for tensor, value in zip(self._own(), state["tensors"], strict=True):
+            own = self._own(whole=len(state["tensors"]) > len(self._own()))
+            for tensor, value in zip(own, state["tensors"], strict=True):
                 tensor.copy_(value)
         if self.keeper is None:
             self.optimizer.load_state_dict(state["optimizer"])
 
-    def _own(self) -> list[Tensor]:
-        """The module's tensors that the keeper does not hold."""
-        return [*([] if self.keeper is not None else self.module.parameters()), *self.module.buffers()]
+    def _own(self, *, whole: bool = False) -> list[Tensor]:
+        """The module's tensors that the keeper does not hold, or all."""
+        held = self.keeper is not None and not whole
+        return [*([] if held else self.module.parameters()), *self.module.buffers()]
 
     def kept(self) -> Iterator[Tensor]:
         """The optimizer's tensors, which change in updates only."""
@@ -306,6 +374,10 @@ class ShardModel:
 
     def _roots(self) -> list[object]:
         return [*self.ddps, self.optimizer, self.config]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def virtual_stages(module: nn.Module) -> list[nn.Module]:

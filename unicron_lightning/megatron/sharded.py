@@ -332,6 +332,7 @@ class ShardKeeper:
         mirror: has the copies of this worker's shard and of others', by data-parallel ranks.
         founded: set by the strategy once all workers have the task's initial state.
         saved: steps in the newest checkpoint, set by the strategy after writing one; None without a checkpoint.
+        ahead: number of a version above that of its steps; a further fit counts versions on.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, gradients: MainGradients, redundancy: Redundancy) -> None:
@@ -341,6 +342,7 @@ class ShardKeeper:
         self.mirror = Mirror(optimizer, redundancy)
         self.founded = False
         self.saved: int | None = None
+        self.ahead = 0
 
     def found(self, engine: Engine, channels: Channels) -> None:
         """Distribute the shards over the present replicas at the task's start. A collective of this shard's workers."""
@@ -361,11 +363,11 @@ class ShardKeeper:
         """
         self.mirror.keep(version)
 
-    def replace(self, version: int) -> None:
-        """`keep` a state from a checkpoint, which may have the number of a kept version."""
+    def replace(self, version: int, step: int) -> None:
+        """`keep` a state from a checkpoint of a step, which may have the number of a kept version."""
         self.mirror.forget(version - 1)
         self.keep(version)
-        self.saved = version
+        self.saved = step
 
     def present(self) -> Stored:
         """Return a copy of this worker's shard as it is now, also after the end of the run."""
@@ -449,13 +451,14 @@ class ShardKeeper:
         """Description of the loss for a log line."""
         place = parallel_state.get_data_parallel_rank() if parallel_state.is_initialized() else None
         why = found or "reported by workers of another shard of the model"
+        step = version - self.ahead
         back = (
-            f"the task continues from the checkpoint of step {self.saved}; steps lost: {version - self.saved}"
+            f"the task continues from the checkpoint of step {self.saved}; steps lost: {step - self.saved}"
             if self.saved is not None
-            else f"no checkpoint was written in this run; steps lost: up to {version}"
+            else f"no checkpoint was written in this run; steps lost: up to {step}"
         )
         return (
-            f"the optimizer's shards of step {version} are incomplete, as a worker has died together with "
+            f"the optimizer's shards of step {step} are incomplete, as a worker has died together with "
             f"all holders of its copy (copies={self._redundancy.copies}): {why} (data-parallel rank {place}); {back}"
         )
 

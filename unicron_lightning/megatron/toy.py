@@ -38,6 +38,7 @@ class Toy:
         length: bytes of context.
         dropout: of attention and hidden activations alike.
         bf16: whether parameters and activations are in bf16, as in megatron-core's ``Float16Module``.
+        fp16: the same in fp16.
         tied: whether the output layer shares the embedding's weight.
         sequence_parallel: whether tensor parallelism splits activations along the sequence between its collectives.
         experts: of each layer; 0: dense layers.
@@ -56,6 +57,14 @@ class Toy:
     experts: int = 0
     router: Mapping[str, Any] = field(default_factory=dict)
     double: bool = False
+    fp16: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the parameters."""
+        if self.bf16 or self.fp16:
+            return torch.bfloat16 if self.bf16 else torch.float16
+        return torch.float64 if self.double else torch.float32
 
 
 class SequenceParallelNorm(nn.LayerNorm):
@@ -125,7 +134,6 @@ def config(toy: Toy, **parallel: Any) -> TransformerConfig:
         toy: sizes and options.
         parallel: fields about the layout, such as ``tensor_model_parallel_size``.
     """
-    dtype = torch.bfloat16 if toy.bf16 else torch.float64 if toy.double else torch.float32
     experts = {"num_moe_experts": toy.experts, "moe_router_topk": 2, **toy.router} if toy.experts else {}
     # messages in both directions between two stages would be confused in one batch
     overlapped = bool(parallel.get("virtual_pipeline_model_parallel_size"))
@@ -138,8 +146,9 @@ def config(toy: Toy, **parallel: Any) -> TransformerConfig:
         attention_dropout=toy.dropout,
         hidden_dropout=toy.dropout,
         bf16=toy.bf16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
+        fp16=toy.fp16,
+        params_dtype=toy.dtype,
+        pipeline_dtype=toy.dtype,
         sequence_parallel=toy.sequence_parallel,
         use_cpu_initialization=True,  # initial values do not depend on TP
         # a key's bias has no gradient but rounding noise, which Adam would scale up to whole steps
@@ -180,7 +189,7 @@ def model(toy: Toy, transformer: TransformerConfig) -> nn.Module:
         )
         if toy.double:
             gpt.double()
-        wrapped: nn.Module = Float16Module(transformer, gpt) if toy.bf16 else gpt
+        wrapped: nn.Module = Float16Module(transformer, gpt) if toy.bf16 or toy.fp16 else gpt
         return wrapped
 
     return nn.ModuleList([stage(number) for number in range(virtual)]) if virtual else stage(None)

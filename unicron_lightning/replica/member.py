@@ -5,8 +5,8 @@ at the start, after a replacement, and at the end for spares.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -115,8 +115,12 @@ class ReplicaModel(Protocol):
     def unify(self) -> None:
         """Equalise the initial parameters of all replicas."""
 
-    def state(self) -> DividedState:
-        """State of this shard for other workers that hold it; it shares the memory of the model and its optimizer."""
+    def state(self, *, whole: bool = False) -> DividedState:
+        """State of this shard for other workers that hold it; it shares the memory of the model and its optimizer.
+
+        Args:
+            whole: with parameters that the keeper would restore otherwise.
+        """
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of another worker."""
@@ -165,7 +169,7 @@ class LastState(ShardOperation):
         steps: set[int | None] = {json.loads(word) for word in words}
         if len(steps) > 1:
             newest = max(at for at in steps if at is not None)
-            send_shards(engine, self._fabric, self._model, newest, lacks=self._fabric.at != newest)
+            send_shards(engine, self._fabric, self._model, newest, lacks=self._fabric.at != newest, whole=True)
             gather_bytes(engine.communicator, b"", engine.tag(self.name))
         return b""
 
@@ -182,9 +186,13 @@ def transfer(engine: Engine, fabric: ReplicaFabric, model: ReplicaModel) -> None
         send_shards(engine, fabric, model, place.layout.newest, lacks=place.rank in place.layout.stale)
 
 
-def send_shards(engine: Engine, fabric: ReplicaFabric, model: ReplicaModel, newest: int, *, lacks: bool) -> None:
-    """Send the states of shards after ``newest`` steps from the workers that have them to those that lack them."""
-    state = model.state() if fabric.at == newest and not lacks else None
+def send_shards(
+    engine: Engine, fabric: ReplicaFabric, model: ReplicaModel, newest: int, *, lacks: bool, whole: bool = False
+) -> None:
+    """Send the states of shards after ``newest`` steps from the workers that have them to those that lack them;
+    ``whole`` as of `ReplicaModel.state`.
+    """
+    state = model.state(whole=whole) if fabric.at == newest and not lacks else None
     if lacks:
         fabric.at = None
     places = engine.world.places
@@ -216,7 +224,6 @@ class ReplicaMember(Generic[_Model]):
         self._connect = connect
         self._leave = leave
         self._model: _Model | None = None
-        self._is_over = False
 
     @property
     def model(self) -> _Model:
@@ -289,27 +296,8 @@ class ReplicaMember(Generic[_Model]):
         """End a fit with the newest state of this worker's shard, also if it is a spare."""
         engine.run(LastState(self.fabric, self.model))
 
-    @contextmanager
-    def connected(self) -> Iterator[None]:
-        """Have the epoch's connections in the model, also after the end of the run; for workers of replicas.
-
-        Raises:
-            CommunicatorAborted, EpochChanged: a member failed.
-        """
-        if not self._is_over:
-            yield
-            return
-        channels = self.fabric.channels
-        assert channels is not None, "a spare has no connections"
-        self._connect(self.model, channels)
-        try:
-            yield
-        finally:
-            self._leave()
-
     def close(self) -> None:
-        """End the run."""
-        self._is_over = True
+        """End the process's part."""
         if self._model is not None and self._model.keeper is not None:
             self._model.keeper.close()
         self._leave()

@@ -57,6 +57,20 @@ class Config:
             r"overlap_param_gather=True",
         ),
         ({}, {}, {"fp16": True}, r"OptimizerConfig\(fp16=True\)"),
+        ({"fp16": True}, {}, {"bf16": True}, r"fp16=True\) is not supported .* expected False"),
+        ({}, {}, {"loss_scale": 8.0}, r"OptimizerConfig\(loss_scale=8.0\) is ignored in float32"),
+        (
+            {"num_moe_experts": 4},
+            {},
+            {"bf16": True, "loss_scale": 8.0},
+            r"experts=4 with .*loss_scale=8.0.* expected N",
+        ),
+        (
+            {"fp16": True},
+            {"use_distributed_optimizer": True},
+            {"fp16": True, "use_distributed_optimizer": True},
+            r"use_distributed_optimizer=True with OptimizerConfig\(fp16=True\): copies",
+        ),
     ],
 )
 def test_configurations(config: dict, ddp: dict, optimizer: dict, message: str) -> None:
