@@ -126,7 +126,7 @@ def test_a_row_is_repeated_again_unless_all_of_a_replica_have_repeated_it(done: 
     """A cut may meet a worker behind its last exchange with its partners, and the partners before theirs."""
     rows: list[int] = []
     steps = [WitnessedStep(Witness(1, compare=True), 1, gradients(net()), rows.append) for _ in range(2)]
-    engine = SimpleNamespace(check=lambda: None, activity=SimpleNamespace(computed=lambda: None))
+    engine = SimpleNamespace(check=lambda: None, activity=SimpleNamespace(repeated=lambda: None))
     for step in steps:
         step.plan_together(["ab", "cd"], 0, lambda place: [10 + place], [None, None])
     for place in done:

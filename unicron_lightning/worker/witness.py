@@ -349,7 +349,7 @@ class WitnessedStep:
         with self._gradients.apart(adds=False):
             self._repeat(micro_batch)
             self._record(micro_batch)
-        engine.activity.computed()
+        engine.activity.repeated()
 
     def _record(self, micro_batch: int) -> None:
         parts = parts_of(self._gradients.present())

@@ -62,6 +62,26 @@ def test_another_thread_reads_the_statistics_while_steps_are_added() -> None:
     assert len(paces) == 500 and min(paces) > 0
 
 
+def test_steps_in_which_a_witness_repeats_a_micro_batch_count() -> None:
+    """Every second one: a share that changed from step to step would never have an average."""
+    now = [0.0]
+    activity = Activity(lambda: now[0])
+    monitor = Monitor("w", activity)
+    for number in range(1, 20):
+        activity.enter("compute")
+        now[0] += 0.01 * (2 + number % 2)
+        activity.computed()
+        activity.computed()
+        if number % 2:
+            activity.repeated()
+        activity.enter("commit")
+        assert activity.busy() == pytest.approx(0.01)
+        activity.committed(number)
+    monitor.take()
+    summary = monitor.summary()
+    assert summary.mean is not None and summary.micro_batches == 2 and summary.busy == pytest.approx(0.01)
+
+
 def test_what_varies_by_nature_may_take_longer() -> None:
     known = StepStatistics()
     known.take([step(0.2 if number % 8 == 0 else 0.1) for number in range(80)])

@@ -69,7 +69,8 @@ class StepTimes:
         epoch: epoch in which the step was committed.
         seconds: time since the commit before.
         phases: seconds by phase, which add up to ``seconds``.
-        micro_batches: number of micro-batches that this rank computed.
+        micro_batches: number of micro-batches of its own that this rank computed.
+        repeated: number of other ranks' that it repeated as their witness.
     """
 
     step: int
@@ -77,6 +78,7 @@ class StepTimes:
     seconds: float
     phases: dict[str, float]
     micro_batches: int
+    repeated: int = 0
 
     @property
     def ordinary(self) -> bool:
@@ -87,7 +89,7 @@ class StepTimes:
     def busy(self) -> float | None:
         """Seconds that this rank needed for one micro-batch, without waiting; None if it computed none."""
         spent = self.phases.get("compute", 0.0) + self.phases.get("data", 0.0)
-        return spent / self.micro_batches if self.micro_batches else None
+        return spent / (self.micro_batches + self.repeated) if self.micro_batches else None
 
 
 class Activity:
@@ -117,7 +119,7 @@ class Activity:
         self.evaluated: deque[float] = deque(maxlen=_EVALUATED)
         """Seconds of the last batches of validations, without those in which this rank waited."""
         self._times: dict[str, float] = {}
-        self._micro_batches = 0
+        self._micro_batches = self._repeated = 0
         self._waited = 0.0
         self.waits_since = self.now.since
         """Time at which the newest wait for other ranks began."""
@@ -158,10 +160,14 @@ class Activity:
         """Record a finished micro-batch."""
         self._micro_batches += 1
 
+    def repeated(self) -> None:
+        """Record a repetition of another rank's micro-batch, which is no part of this rank's share."""
+        self._repeated += 1
+
     def busy(self) -> float:
         """Seconds that this rank has spent in this step fetching and computing one micro-batch; 0 before the first."""
         spent = self._times.get("compute", 0.0) + self._times.get("data", 0.0)
-        return spent / self._micro_batches if self._micro_batches else 0.0
+        return spent / (self._micro_batches + self._repeated) if self._micro_batches else 0.0
 
     def committed(self, step: int) -> None:
         """Record the commit of a step; the optimizer runs next.
@@ -177,9 +183,11 @@ class Activity:
             seconds=now - self.began,
             phases=self._times,
             micro_batches=self._micro_batches,
+            repeated=self._repeated,
         )
         self.finished.append(times)
-        self.step, self.began, self._times, self._micro_batches, self._waited = step, now, {}, 0, 0.0
+        self.step, self.began, self._times, self._waited = step, now, {}, 0.0
+        self._micro_batches = self._repeated = 0
         self.now = Moment("optimizer", now, 0.0, True, False, -1)
 
     def _note(self, before: Moment, now: float) -> float:
