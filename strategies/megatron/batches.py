@@ -30,6 +30,7 @@ from unicron_lightning.strategies.passes.evaluation import PassBatch
 from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.module_buffers import ModuleBuffers
 from unicron_lightning.worker.sums import AllUsed, LogCall, NormStatistics, StepSums
+from unicron_lightning.worker.witness import WitnessedStep
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.megatron.parallel import MegatronParallel
@@ -56,6 +57,7 @@ class StageSteps(StepRunner):
     @override
     def check_data(self, loader: DataLoader[Any]) -> None:
         replicas = self._grid.strategy.shape.devices
+        self._grid.strategy.witness.check_data(loader.dataset)
         self._size = self._grid.member.model.micro_batch_size = check_megatron_loader(loader, replicas, self._size)
 
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
@@ -63,7 +65,10 @@ class StageSteps(StepRunner):
         batches = StageBatches(self._grid, batch, where[0] if where else 0)
         digest = self.divergence.shard_digest(strategy.engine, lambda: dict(member.model.module.named_parameters()))
         model, fabric = member.model, member.fabric
-        operation = ReplicaStep(batches.rows.numbers, model, fabric, batches.call, batches.sums, digest=digest)
+        repeat = fabric.released(batches.repeat, model.device)
+        witness = batches.witness = strategy.witness.of_step(strategy.engine.step, model.gradients, repeat)
+        rest = (batches.call, batches.sums, None, digest, witness)
+        operation = ReplicaStep(batches.rows.numbers, model, fabric, *rest)
         self._commit(strategy.engine, operation)
         assert operation.sums is not None
         self.grad_norm = operation.grad_norm
@@ -86,7 +91,10 @@ class StageBatches:
 
     Attributes:
         rows: of the micro-batches, one for each lane of a replica.
+        witness: of the step, if it has one.
     """
+
+    witness: WitnessedStep | None = None
 
     def __init__(self, grid: MegatronParallel, batch: GlobalBatch, step_in_epoch: int) -> None:
         self._grid = grid
@@ -100,17 +108,32 @@ class StageBatches:
     def call(self, micro_batches: Sequence[int], *, last: bool) -> None:
         """Run some rows together with the partners; see `replica.step.Call`."""
         rows = [row for row in micro_batches if not self.rows.is_empty(row)]
-        divisor = self._strategy.shape.divisor(self._batch.in_full_step)
         parts = self._parts(rows)
         for number, part in enumerate(parts, 1):
-            idle = [row for row in part if not self.rows.own(row)[1]]
-            ends = last and number == len(parts)
-            with self._loaded.calling(part):
-                self._grid.member.model.call(self.forward, part, divisor=divisor, last=ends, idle=idle)
+            if self.witness is not None and part == [self.witness.own]:
+                self.witness.observe(lambda row: self._run([row], last=False), part[0])
+            else:
+                self._run(part, last=last and number == len(parts))
         if rows and self._grid.shape.context > 1 and self._grid.is_last:
             self._average(self.rows.counted(rows))
         for number in self.rows.counted(rows):
             self._batch.finished(number)
+
+    def repeat(self, row: int) -> None:
+        """Repeat a row of another replica together with the partners; all but the gradients is dropped."""
+        held = dict(self._done)
+        try:
+            for part in self._parts([row] if not self.rows.is_empty(row) else []):
+                self._run(part, last=False)
+        finally:
+            self._done = held
+
+    def _run(self, rows: Sequence[int], *, last: bool) -> None:
+        """Run rows in one call of Megatron's schedule."""
+        divisor = self._strategy.shape.divisor(self._batch.in_full_step)
+        idle = [row for row in rows if not self.rows.own(row)[1]]
+        with self._loaded.calling(rows):
+            self._grid.member.model.call(self.forward, rows, divisor=divisor, last=last, idle=idle)
 
     def _average(self, numbers: Sequence[int]) -> None:
         """Average losses and logged values of some micro-batches over the parts of each sequence."""
@@ -129,11 +152,12 @@ class StageBatches:
         """Divide rows into calls of Megatron's schedule.
 
         An earlier stage has begun later micro-batches before it scales the routers' losses of one. Therefore a row in
-        which some lane's micro-batch does not count is not in the pipeline together with others.
+        which some lane's micro-batch does not count is not in the pipeline together with others. A row that another
+        replica repeats is alone, too, since its gradients are compared.
         """
-        if self._grid.shape.pipeline == 1:
-            return [list(rows)] if rows else []
-        runs = groupby(rows, key=lambda row: None if self.rows.is_complete(row) else row)
+        own, piped = None if self.witness is None else self.witness.own, self._grid.shape.pipeline > 1
+        alone = {row for row in rows if row == own or (piped and not self.rows.is_complete(row))}
+        runs = groupby(rows, key=lambda row: row if row in alone else None)
         return [list(run) for _, run in runs]
 
     def forward(self, row: int, virtual: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

@@ -341,6 +341,22 @@ def check_experts(config: Any, ddp: Any, shape: Shape) -> None:
         )
 
 
+def check_witness(every: int, config: Any) -> None:
+    """Refuse models whose gradients no other replica can repeat.
+
+    Args:
+        every: steps between two with a witness; 0: there are none.
+        config: Megatron's `TransformerConfig`.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if every:
+        experts = getattr(config, "num_moe_experts", None)
+        reason = "repeating a row would count its tokens for the experts' balance again"
+        _refuse_beside(f"witness_every={every}", "num_moe_experts", experts, (None,), reason)
+
+
 _SLICED = "TP slices the experts, too"
 _UNSEEN = "its messages go beside torch's process groups, where a failure would not end them"
 

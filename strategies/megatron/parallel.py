@@ -54,6 +54,7 @@ from unicron_lightning.strategies.megatron.checks import (
     check_same_optimizer,
     check_validation_loader,
     check_virtual_stages,
+    check_witness,
     find_megatron_module,
 )
 from unicron_lightning.strategies.parallelism import Parallelism
@@ -386,6 +387,7 @@ class MegatronParallel(Parallelism):
             micro_batches=strategy.shape.micro_batches,
             length=self._sequence_length,
             redundancy=self._redundancy,
+            witness_every=strategy.witness.every,
         )
         self.member.model.before_update = strategy.persisting.settle
         return config, scheduler
@@ -506,6 +508,7 @@ def build_shard(
     micro_batches: int,
     length: int | None,
     redundancy: Redundancy | None,
+    witness_every: int = 0,
 ) -> ShardModel:
     """Wrap the model built by ``configure_model``, and report its shape to the fabric.
 
@@ -517,6 +520,7 @@ def build_shard(
         micro_batches: M.
         length: length of the tensors between pipeline stages; None: the model's longest sequence.
         redundancy: redundancy of the optimizer's shards.
+        witness_every: steps between two with a witness; 0: there are none.
 
     Raises:
         ConfigError: for settings that cannot be recovered exactly, and a model for another layout.
@@ -529,6 +533,7 @@ def build_shard(
     check_experts(config, ddp, grid)
     check_virtual_stages(config, ddp, grid, next(model.parameters()).device)
     check_context(config, ddp, grid)
+    check_witness(witness_every, config)
     length = length or sequence_length(virtual_stages(model)[0])
     shard = ShardModel(
         model,

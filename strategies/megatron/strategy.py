@@ -39,6 +39,8 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
         reproducible: must be False.
         compare: workers are compared when the task begins and at each join, by all but their parts of the model; see
             `UnicronStrategy`.
+        witness_every: k: in every k-th step each replica repeats a row of another one, and their gradients' bits are
+            compared before the reduction, which then overlaps with no backward; see `UnicronStrategy`.
 
     Raises:
         ConfigError: for settings that can't be supported exactly; see `checks`.
@@ -64,13 +66,14 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
         on_divergence: OnDivergence = "heal",
         reproducible: bool = False,
         compare: bool = True,
+        witness_every: int | None = None,
     ) -> None:
         if reproducible:
             raise ConfigError(
                 "reproducible=True: Megatron adds the gradients of micro-batches in its own buffers, as floats; "
                 "expected False, or unicron_fsdp"
             )
-        super().__init__(num_micro_batches=num_micro_batches, compare=compare)
+        super().__init__(num_micro_batches=num_micro_batches, compare=compare, witness_every=witness_every)
         virtual = 1 if virtual_pipeline_model_parallel_size is None else virtual_pipeline_model_parallel_size
         for name, size in (
             ("tensor_model_parallel_size", tensor_model_parallel_size),

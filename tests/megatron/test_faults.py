@@ -32,9 +32,10 @@ def die(point: str, replica: int, shard: int, **where: Any) -> dict[str, Any]:
 
 SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "pipeline": (
-        {"pp": 2, "toy": {"dropout": 0.1}, "validate": 2, "several": True},
+        {"pp": 2, "toy": {"dropout": 0.1}, "validate": 2, "several": True, "witness": 1},
         [
             die("forward", 0, 0, micro_batch=1),  # the first worker of all
+            die("compared", 1, 1),  # its partner waits for it at the gate
             # in the second global batch; its partner has the results of the third
             die("validate", 1, 0, micro_batch=3),
             die("gate", 1, 1),  # the last stage
@@ -53,7 +54,12 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         ],
     ),
     "tensor": (
-        {"tp": 2, "toy": {"sequence_parallel": True, "bf16": True}, "ddp": {"overlap_grad_reduce": True}},
+        {
+            "tp": 2,
+            "toy": {"sequence_parallel": True, "bf16": True},
+            "ddp": {"overlap_grad_reduce": True},
+            "witness": 2,
+        },
         [
             # when the usual time of a step is known; its partner waits for it in the layer
             die("forward", 0, 1, micro_batch=1, from_step=20, hangs=True),

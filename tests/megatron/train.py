@@ -50,6 +50,7 @@ JUDGED = 3  # samples of a batch in validations
 SECOND = 12  # samples of a second loader, which begins again in the second step
 STREAMED = 27  # two replicas have streams of 7 and 6 micro-batches, whose fourth step has one
 SEED = 1234
+POINTS = "call", "reduce", "reduced", "gate", "commit", "committed", "checkpoint", "updated", "kept", "compared"
 SETTINGS: dict[str, Any] = {
     "tp": 1,
     "pp": 1,
@@ -76,6 +77,8 @@ SETTINGS: dict[str, Any] = {
     "several": False,  # whether half of each micro-batch is from a second, shorter loader
     "stream": False,  # whether the first `STREAMED` samples are an iterable data set, also before those of validations
     "chunks": None,  # path of the same samples as litData's chunks of `CHUNK`
+    "witness": None,  # steps between two with witnesses
+    "flips": None,  # [replica, shard, kind]: wrong gradients once the world was complete for three steps, up to the end
     "unfit": None,  # [tp, pp] in which building the model fails
     "accelerator": "cpu",
 }
@@ -120,6 +123,10 @@ class Faults:
                 time.sleep(3600.0)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def mark(self, name: str) -> None:
+        """Leave a file in the folder."""
+        (self._folder / name).touch()
+
     def _struck(self, number: int) -> Path:
         return self._folder / f"struck-{number}"
 
@@ -131,7 +138,12 @@ class Model(pl.LightningModule):
         self.faults = faults
         self.toy = toy.Toy(**settings["toy"])
         self.count = (0, 0)
-        self.judged = 0
+        self.judged = self.flips = 0
+        self.whole = 0
+        """Steps since the world has been complete."""
+        self.wrong = False
+        self.after = 0
+        """Steps since a worker has begun to compute wrong gradients."""
 
     def configure_model(self) -> None:
         strategy: Any = self.trainer.strategy
@@ -147,6 +159,42 @@ class Model(pl.LightningModule):
             expert_model_parallel_size=strategy.expert_model_parallel_size,
         )
         self.model = toy.model(self.toy, config)
+        if self.settings["flips"]:
+            layer = next(each for each in self.model.modules() if hasattr(each, "mlp")).mlp
+            layer.register_forward_pre_hook(self._flip_weight)
+            layer.linear_fc1.register_forward_hook(self._flip_activation)
+            layer.linear_fc1.register_full_backward_hook(self._flip_gradient)
+
+    def _strikes(self, kind: str) -> bool:
+        """Whether this worker is to compute something wrong here."""
+        fabric: Any = self.trainer.strategy.fabric
+        step = self.trainer.global_step + 1
+        here = [fabric.place.replica, fabric.own_shard, kind] == self.settings["flips"]
+        if here and self.whole >= 3 and step % self.settings["witness"] == 0:
+            self.faults.mark("flipped")
+            self.wrong = True
+        return self.wrong and kind == self.settings["flips"][2]
+
+    def _flip_weight(self, module: nn.Module, _given: Any) -> None:
+        """Flip a bit of a weight, once."""
+        if self._strikes("weight") and not self.flips:
+            self.flips = 1
+            weight = module.linear_fc1.weight.detach()
+            weight.view(torch.int64 if weight.dtype == torch.float64 else torch.int32).view(-1)[3] ^= 1 << 20
+
+    def _flip_activation(self, _module: nn.Module, _given: Any, found: Any) -> Any:
+        """Change an output in one of two calls."""
+        self.flips += 1 if self._strikes("activation") else 0
+        if not self._strikes("activation") or self.flips % 2 == 0:
+            return None
+        return found[0] * 1.125, *found[1:]
+
+    def _flip_gradient(self, _module: nn.Module, given: Any, _found: Any) -> Any:
+        """Change a gradient, each time in another way."""
+        if not self._strikes("gradient") or given[0] is None:
+            return None
+        self.flips += 1
+        return given[0] * (1.0 + 0.5 ** (6 + self.flips % 8)), *given[1:]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         step, count = self.count
@@ -239,7 +287,7 @@ class Watch(pl.Callback):
                 group["lr"] = 7.0
 
     def _point(self, name: str, *where: Any) -> None:
-        if name in ("call", "reduce", "reduced", "gate", "commit", "committed", "checkpoint", "updated", "kept"):
+        if name in POINTS:
             self._module.faults.point(name, where[0])
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
@@ -257,14 +305,17 @@ class Watch(pl.Callback):
         step = trainer.global_step - 1
         self._note("step", step=step, data_epoch=trainer.current_epoch, **about, **grid, **values)
         time.sleep(self._settings["pace"])
-        if self._settings["full"] and world.size < self._settings["full"]:
+        module.whole = module.whole + 1 if len(place.layout.replicas) == strategy.fabric.shape.replicas else 0
+        if self._settings["full"] and world.size < self._settings["full"] and not (self._folder / "flipped").exists():
             deadline = time.monotonic() + self._settings["slow"]
             while time.monotonic() < deadline and not strategy.engine.control.newer_than(world.epoch):
                 time.sleep(0.01)
         enough = trainer.global_step >= self._settings["steps"]
         if self._settings["finish"] and enough:
             whole = len(place.layout.replicas) == self._settings["dp"]
-            ask = bool(strategy.broadcast(whole and (self._folder / "finish").exists(), 0))
+            module.after += (self._folder / "flipped").exists()
+            over = module.after > 3 if self._settings["flips"] else whole and (self._folder / "finish").exists()
+            ask = bool(strategy.broadcast(over, 0))
             trainer.should_stop = trainer.should_stop or ask
 
     def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
@@ -351,6 +402,7 @@ def main() -> None:
         ddp=DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16 or options.fp16, **settings["ddp"]}),
         redundancy=None if settings["redundancy"] is None else Redundancy(**settings["redundancy"]),
         digest_every=1,
+        witness_every=settings["witness"],
     )
     saves, validate = savers(folder, settings), settings["validate"]
     trainer = pl.Trainer(

@@ -19,16 +19,26 @@ def healed(cluster: Cluster, folder: Path, number: int) -> bool:
     return bool(world) and all(note["replicas"] == 2 and note["at"] > last for note in world)
 
 
-def check(folder: Path, model: dict[str, Any], worlds: Any, within: float = 0.0) -> None:
+def check(
+    folder: Path, model: dict[str, Any], worlds: Any, within: float = 0.0, *, replicas: int | None = None
+) -> None:
     """Every worker's parameters, and each step's norm, are those of a plain Megatron loop, within a difference; those
     of replicas are equal bit by bit.
+
+    Args:
+        folder: of the run.
+        model: its settings that the reference needs.
+        worlds: runs the plain loop.
+        within: largest difference of a parameter.
+        replicas: that have ended; None: the declared ones.
     """
     step, paths = finals(folder)
-    world = model["tp"] * model["pp"] * model.get("cp", 1) * model.get("ep", 1) * model["dp"]
-    assert len(paths) == world
+    size = model["tp"] * model["pp"] * model.get("cp", 1) * model.get("ep", 1)
+    world = size * model["dp"]
+    assert len(paths) == size * (replicas or model["dp"])
     norms = worlds.run("reference:run", world, folder / "plain", settings=model, steps=[step])[0]
     logged = {note["step"]: note["norm"] for note in notes(folder, "step")}
-    close = 1e-5 if model["optimizer"] else 0.0
+    close = 1e-5 if model["optimizer"] or within else 0.0
     assert [logged[number] for number in range(step)] == pytest.approx(norms, rel=close, abs=0.0, nan_ok=True)
     assert max(differences(paths, folder / "plain").values()) <= within
     assert not differing_replicas(paths)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -129,13 +128,8 @@ class ShardHolder:
         return present(self.share(whole, balance), in_full_step)
 
     def released(self, run: Callable[[int], None]) -> Callable[[int], None]:
-        """Return a function that runs a row with the partners, and then knows that they have come this far."""
-
-        def released(row: int) -> None:
-            run_released(partial(run, row), self.fabric)
-            self.fabric.arrive(self.member.model.device)
-
-        return released
+        """See `ReplicaFabric.released`."""
+        return self.fabric.released(run, self.member.model.device)
 
     def writing(self, engine: Engine, write: Callable[[list[Any]], str]) -> WriteFile:
         """Return the operation that writes a file with the shards of one replica, by its first worker.

@@ -2,7 +2,8 @@
 
 Megatron sums micro-batches in ``main_grad``, which lives in the buckets' flat buffers, and scales and reduces those in
 place. Therefore this worker's sums are copied before a bucket is reduced, and copied back if the step is planned again.
-The same copy holds the sums so far while a further call of the schedule accumulates from zero.
+The same copy holds the sums so far while a further call of the schedule accumulates from zero. Inside such a call a
+row whose gradients are compared alone (`worker.witness`) needs a second copy for as long as it runs.
 """
 
 from __future__ import annotations
@@ -58,6 +59,15 @@ class MainGradients:
                 bucket.gradient_scaling_factor = 1.0 / self._lanes
             group.start_grad_sync = self._starter(place, group.start_grad_sync)
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those that are trained."""
+        return [parameter for group in self._groups for parameter in group.params]
+
+    def present(self) -> dict[str, Tensor]:
+        """Return the buckets' gradients, by their numbers."""
+        return {f"{number}": bucket.grad_data for number, bucket in enumerate(self._buckets())}
+
     def begin(self) -> None:
         """Reset all gradients to zero."""
         for group in self._groups:
@@ -81,21 +91,28 @@ class MainGradients:
         self._state, self._copied, self._launched, self._failure = "local", set(), set(), None
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Inside, gradients accumulate from zero; at the end the earlier sums are added."""
-        for place in range(len(self._groups)):
-            self._copy(place)
-        self._state = "held"
+    def apart(self, *, adds: bool = True) -> Iterator[None]:
+        """Inside, gradients accumulate from zero; at the end the earlier sums are added, or come back.
+
+        After an exception inside, `recover` restores the sums over the completed calls.
+        """
+        within = self._state == "held"  # then the copies are those of the completed calls
+        if within:
+            earlier = [bucket.grad_data.clone() for bucket in self._buckets()]
+        else:
+            for place in range(len(self._groups)):
+                self._copy(place)
+            earlier = [copy for copies in self._copies for copy in copies or ()]
+            self._state = "held"
         with torch.no_grad():
-            for group in self._groups:
-                for bucket in group.buckets:
-                    bucket.grad_data.zero_()
+            for bucket in self._buckets():
+                bucket.grad_data.zero_()
         yield
         with torch.no_grad():
-            for group, copies in zip(self._groups, self._copies, strict=True):
-                for bucket, copy in zip(group.buckets, copies or (), strict=True):
-                    bucket.grad_data.add_(copy)
-        self._state, self._copied = "local", set()
+            for bucket, copy in zip(self._buckets(), earlier, strict=True):
+                bucket.grad_data.add_(copy) if adds else bucket.grad_data.copy_(copy)
+        if not within:
+            self._state, self._copied = "local", set()
 
     @contextmanager
     def calling(self, *, last: bool) -> Iterator[Any]:
@@ -146,6 +163,9 @@ class MainGradients:
                     work.wait()
                 except RuntimeError:
                     continue
+
+    def _buckets(self) -> list[Any]:
+        return [bucket for group in self._groups for bucket in group.buckets]
 
     def _copy(self, place: int) -> None:
         group = self._groups[place]

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Literal, NoReturn
 
 import torch
@@ -352,6 +353,15 @@ class ReplicaFabric:
             torch.cuda.current_stream(device).synchronize()
         if self.accelerated and self._is_cut():
             raise CommunicatorAborted("the replica's connections were cut")
+
+    def released(self, run: Callable[[int], Any], device: torch.device) -> Callable[[int], None]:
+        """Return a function that runs a row with the partners, and then knows that they have come this far."""
+
+        def released(row: int) -> None:
+            run_released(partial(run, row), self)
+            self.arrive(device)
+
+        return released
 
     def _is_cut(self) -> bool:
         """Whether this replica's connections were cut, here or by a partner: `PartnerWatch` may notice that later."""

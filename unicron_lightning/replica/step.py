@@ -179,8 +179,9 @@ class ReplicaStep(Step[SumsT]):
             if self._calls:
                 with model.gradients.apart():
                     run_released(partial(self._call, call, last=False), fabric)
-            else:
-                run_released(partial(self._call, call, last=len(plan.calls) == 1), fabric)
+            else:  # with a witness nothing is reduced before the comparison
+                last = len(plan.calls) == 1 and self._witness is None
+                run_released(partial(self._call, call, last=last), fabric)
             fabric.arrive(self._device)
             self._calls.append(call)
         if self._witness is not None and not plan.complete:
