@@ -10,6 +10,9 @@
     │   └── CoordinatorUnproven             the process there does not know the token, or has another certificate
     │       └── TlsExpected (tls)           the port speaks TLS, the client did not
     ├── StoreUnusable (coordinator.database)  the coordinator's folder or database cannot be used
+    ├── EtcdUnavailable (coordinator.etcd)  no member of etcd answers, or none can write
+    ├── EtcdRefused (coordinator.etcd)      etcd will not carry out a call, however often it is repeated
+    ├── Deposed (coordinator.replicated)    another coordinator leads, or the lease has ended
     ├── AgentUnavailable                    the worker has no agent, or lost it
     ├── RendezvousFailed (agent.handler)    reports to torchrun that this agent cannot take part
     ├── NotPlainData (worker.codec)         state to be sent contains something other than plain data

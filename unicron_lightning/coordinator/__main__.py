@@ -155,6 +155,8 @@ def _serve(config: CoordinatorConfig) -> int:
     logger.info("token_found origin=%s", token.origin)
 
     async def main() -> bool:
+        if config.store.kind == "etcd":
+            return await _take_turns(config, token)
         return await Server(config, token).run()
 
     try:
@@ -165,6 +167,30 @@ def _serve(config: CoordinatorConfig) -> int:
             return 0
         logger.error("%s", error)
         return 1
+
+
+async def _take_turns(config: CoordinatorConfig, token: Token) -> bool:
+    """Stand by, lead while etcd allows it, and stand by again; return whether the end was in order."""
+    from unicron_lightning.coordinator.access import bind, resolve
+    from unicron_lightning.coordinator.replicated import Deposed, leader_store
+    from unicron_lightning.coordinator.server.server import Server
+
+    bind(resolve(config.coordinator.host, config.coordinator.port)).close()  # a taken port is an error at once
+    while True:
+        store = leader_store(config)
+        try:
+            await store.lead()
+            server = Server(config, token, store)
+        except Deposed as error:
+            await store.release()
+            logger.warning("leadership_lost reason=%s", error)
+            continue
+        except BaseException:
+            await store.release()
+            raise
+        in_order = await server.run()
+        if server.deposed is None or store.failed:
+            return in_order and not store.failed
 
 
 def _token(config: CoordinatorConfig) -> Token:

@@ -286,17 +286,61 @@ class HealthConfig(HealthLimits):
             raise ConfigError(f"health.nan_loss={self.nan_loss}: expected tell or stop")
 
 
+_OF_ETCD: Final = ("endpoints", "user", "password_file", "ca", "cert", "cert_key")
+"""Keys of `StoreConfig` that only ``kind: etcd`` uses."""
+_URL: Final = re.compile(r"(https?)://(\[[0-9a-fA-F:.]+\]|[^][:/@,\s]+):([0-9]{1,5})/?")
+_PREFIX: Final = re.compile(r"/?([A-Za-z0-9._-]+/)+")
+
+
 @dataclass(kw_only=True)
 class StoreConfig:
     """Group ``store``: data that outlives the process."""
 
+    kind: str = "sqlite"
+    """``sqlite``: a database in ``state_dir``; ``etcd``: keys in etcd, for several coordinators of which one leads."""
     state_dir: str | None = None
     """Directory for the state; default $UNICRON_STATE_DIR or <tempdir>/unicron-<uid>/<host>-<port>."""
     events_kept: int = 100_000
-    """Number of newest events that are kept in the log; older ones are deleted."""
+    """Number of newest events that are kept in the log; older ones are deleted. In etcd at most 20,000 are kept."""
+    endpoints: list[str] = field(default_factory=list)
+    """URLs of etcd's members, https beyond loopback unless ``coordinator.plaintext``."""
+    prefix: str = "unicron/"
+    """Beginning of all keys in etcd: one for each cluster."""
+    user: str | None = None
+    """Name of etcd's user; the password is in the variable UNICRON_ETCD_PASSWORD or in ``password_file``."""
+    password_file: str | None = None
+    """File with the password."""
+    ca: str | None = None
+    """Certificates (PEM) of the CA of etcd's members; None: those of the system."""
+    cert: str | None = None
+    """Certificate (PEM) that the coordinator shows to etcd, perhaps with its key."""
+    cert_key: str | None = None
+    """File of the key, if it is not in that of the certificate."""
+    lease_seconds: int = 3
+    """Time after which a leader that etcd does not hear has lost the leadership."""
+    compact_seconds: float = 300.0
+    """Time between compactions of etcd by the leader; 0: etcd is compacted by others."""
 
     def __post_init__(self) -> None:
         _check("store", ">", 0, events_kept=self.events_kept)
+        _check("store", ">=", 0, compact_seconds=self.compact_seconds)
+        if self.kind not in ("sqlite", "etcd"):
+            raise ConfigError(f"store.kind={self.kind}: expected sqlite or etcd")
+        if self.kind == "sqlite" and (given := [name for name in _OF_ETCD if getattr(self, name)]):
+            raise ConfigError(f"store.{given[0]}={getattr(self, given[0])}: expected store=etcd with it")
+        if self.kind == "etcd" and not self.endpoints:
+            raise ConfigError("store.endpoints=[]: expected URLs of etcd, e.g. [https://10.0.0.1:2379]")
+        for url in self.endpoints:
+            if _URL.fullmatch(url) is None:
+                raise ConfigError(f"store.endpoints={url}: expected http(s)://HOST:PORT")
+        if _PREFIX.fullmatch(self.prefix) is None:
+            raise ConfigError(f"store.prefix={self.prefix}: expected names that each end in /")
+        if not 2 <= self.lease_seconds <= 60:
+            raise ConfigError(f"store.lease_seconds={self.lease_seconds}: expected 2 to 60")
+        if self.cert_key is not None and self.cert is None:
+            raise ConfigError(f"store.cert_key={self.cert_key}: expected the certificate in store.cert too")
+        if self.password_file is not None and self.user is None:
+            raise ConfigError(f"store.password_file={self.password_file}: expected the user in store.user too")
 
 
 @dataclass(kw_only=True)

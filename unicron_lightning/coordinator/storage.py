@@ -21,7 +21,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
@@ -126,8 +126,13 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version > _SCHEMA_VERSION:
         raise ConfigError(f"store.state_dir={path.parent} was written by a newer version (schema {version})")
-    database.executescript(_SCHEMA)
+    create_tables(database)
     database.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+
+
+def create_tables(database: sqlite3.Connection) -> None:
+    """Create the tables that do not exist."""
+    database.executescript(_SCHEMA)
 
 
 def _set_aside(path: Path) -> Path:
@@ -184,9 +189,14 @@ class EventLog:
     def __init__(self, database: sqlite3.Connection, number: int, size: int = _EVENT_BYTES_KEPT) -> None:
         self._db = database
         self._most, self._most_bytes = number, size
-        found = database.execute("SELECT count(*), coalesce(sum(length(fields)), 0) FROM events").fetchone()
-        self.held: tuple[int, int] = (found[0], found[1])
+        self.held: tuple[int, int] = (0, 0)
         """Events and bytes in the table; a caller that rolls a transaction back restores it."""
+        self.recount()
+
+    def recount(self) -> None:
+        """Count the events in the table, after a change by others."""
+        found = self._db.execute("SELECT count(*), coalesce(sum(length(fields)), 0) FROM events").fetchone()
+        self.held = (found[0], found[1])
 
     def append(self, at: float, event: Emit) -> None:
         """Append an event, within the caller's transaction."""
@@ -300,33 +310,54 @@ class StoredState:
         return found[::-1] if newest else found
 
 
-class Store(StoredState):
-    """The database in ``state_dir``, held by one process at a time.
+class Database(StoredState):
+    """A coordinator's own database: written in transactions, with a bounded event log.
+
+    This is the seam between the coordinator's shell and where its state lasts. A subclass whose writes take time
+    overrides `when_durable`, `durable` and `release`.
 
     Args:
-        state_dir: folder of the database.
+        database: an open connection.
         events_kept: newest events that are kept; older ones are deleted at the start and with later writes.
+        event_bytes: bytes of their fields that are kept.
 
     Attributes:
         corrupt: new name of a corrupt database that was set aside, or None.
-
-    Raises:
-        ConfigError: another coordinator holds the directory, or a newer version wrote it.
-        StoreUnusable: the directory or the database cannot be used, e.g. the disk is full.
+        error: reason why a write has not succeeded yet, if writes are repeated here; None if none waits.
     """
 
-    def __init__(self, state_dir: Path, *, events_kept: int = _EVENTS_KEPT) -> None:
-        self._lock = _lock(state_dir)
-        try:
-            database, self.corrupt = _open_database(state_dir / "coordinator.sqlite")
-        except BaseException:
-            os.close(self._lock)
-            raise
+    def __init__(self, database: sqlite3.Connection, events_kept: int, *, event_bytes: int = _EVENT_BYTES_KEPT) -> None:
         super().__init__(database)
+        self.corrupt: Path | None = None
+        self.error: str | None = None
         newest = "(SELECT max(seq) FROM events)"
         with contextlib.suppress(sqlite3.OperationalError):  # a full disk: the next start deletes them
             self._db.execute(f"DELETE FROM events WHERE seq <= {newest} - ?", (events_kept,))
-        self._log = EventLog(self._db, events_kept)
+        self._log = EventLog(self._db, events_kept, event_bytes)
+
+    def watch(self, lost: Callable[[str], None]) -> None:
+        """Have a function called, with the reason, if this process may not write any more."""
+
+    def when_durable(self, then: Callable[[], None], *, fenced: bool = True) -> None:
+        """Call a function once all that was written so far is durable; never if it does not become so.
+
+        Args:
+            then: the function.
+            fenced: whether it must not be called either if another coordinator has taken over, with nothing to write.
+        """
+        then()
+
+    async def durable(self) -> str | None:
+        """Wait until all that was written so far is durable; return the reason if it does not become so."""
+        return None
+
+    async def release(self) -> None:
+        """Close, and let another coordinator take over."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
 
     def set_aside(self, task_id: str, reason: str) -> None:
         """Move a stored task to the table ``unreadable``, where it is kept for inspection and not loaded again."""
@@ -389,9 +420,33 @@ class Store(StoredState):
                 self._db.execute("ROLLBACK")
             raise
 
+
+class Store(Database):
+    """The database in ``state_dir``, held by one process at a time.
+
+    Args:
+        state_dir: folder of the database.
+        events_kept: newest events that are kept.
+
+    Raises:
+        ConfigError: another coordinator holds the directory, or a newer version wrote it.
+        StoreUnusable: the directory or the database cannot be used, e.g. the disk is full.
+    """
+
+    def __init__(self, state_dir: Path, *, events_kept: int = _EVENTS_KEPT) -> None:
+        self._lock = _lock(state_dir)
+        try:
+            database, corrupt = _open_database(state_dir / "coordinator.sqlite")
+        except BaseException:
+            os.close(self._lock)
+            raise
+        super().__init__(database, events_kept)
+        self.corrupt = corrupt
+
+    @override
     def close(self) -> None:
         """Close the database and release the directory."""
-        self._db.close()
+        super().close()
         os.close(self._lock)
 
 

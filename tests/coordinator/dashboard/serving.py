@@ -38,7 +38,7 @@ class FakeShell:
     def now(self) -> float:
         return self.world.now
 
-    def order(self, event: ev.Input) -> str | None:
+    async def order(self, event: ev.Input) -> str | None:
         self.orders.append(event)
         self.world.do(event)
         return None

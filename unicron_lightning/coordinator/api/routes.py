@@ -247,7 +247,7 @@ class Api:
             return _refused(error, 400 if nodes is None else 404)
         if nodes is not None and (refused := slots.refusal(task, nodes)) is not None:
             return _refused(refused, 404)
-        return self._ordered(ev.Resize(task=task.id, nodes=nodes), lambda: {"task": task.id, "nodes": nodes})
+        return await self._ordered(ev.Resize(task=task.id, nodes=nodes), lambda: {"task": task.id, "nodes": nodes})
 
     async def _post_calibrate(self, request: web.Request) -> web.Response:
         """``?sizes=1,2&steps=N&seconds=S``: measure the task's speed at these sizes, without ``sizes`` at some;
@@ -259,7 +259,7 @@ class Api:
             return calibration.plain(task)
 
         if "stop" in request.query:
-            return self._ordered(ev.Calibrate(task=task.id), answer)
+            return await self._ordered(ev.Calibrate(task=task.id), answer)
         words = {key: request.query.get(key, str(default)) for key, default in (("steps", 20), ("seconds", 300))}
         numbers = {key: _number(word) for key, word in words.items()}
         for key, number in numbers.items():
@@ -272,7 +272,7 @@ class Api:
         chosen = tuple(size for size in sizes if size is not None)
         if (refused := calibration.refusal(cluster, task, chosen)) is not None:
             return _refused(refused, 409)
-        return self._ordered(
+        return await self._ordered(
             ev.Calibrate(task=task.id, sizes=chosen, steps=numbers["steps"] or 0, seconds=numbers["seconds"] or 0),
             answer,
         )
@@ -295,7 +295,9 @@ class Api:
         layout = relayout.completed(task, named, names_experts="ep" in sizes)
         if (refused := relayout.refusal(task, layout)) is not None:
             return _refused(refused, 409)
-        return self._ordered(ev.Relayout(task=task.id, layout=layout), lambda: {"task": task.id, **layout.plain()})
+        return await self._ordered(
+            ev.Relayout(task=task.id, layout=layout), lambda: {"task": task.id, **layout.plain()}
+        )
 
     async def _post_cancel(self, request: web.Request) -> web.Response:
         """End a task, submitted or not: now, or with ``?save=1`` once its members have written a checkpoint."""
@@ -303,7 +305,7 @@ class Api:
         if word not in ("0", "1"):
             return _refused(f"save={_plain(word)}: expected 0 or 1", 400)
         order = ev.Cancel(task=name, save=word == "1")
-        return self._ordered(order, lambda: _job(self._shell.machine.cluster, name))
+        return await self._ordered(order, lambda: _job(self._shell.machine.cluster, name))
 
     async def _post_inject(self, request: web.Request) -> web.Response:
         """``{"fault": TEXT}``: inject the fault into the task, see docs/faults.md."""
@@ -322,11 +324,11 @@ class Api:
         if refused is not None:
             return _refused(refused, 409)
         targets = injection.targets(task, order)
-        return self._ordered(order, lambda: {"task": task.id, "fault": text(fault), "targets": targets})
+        return await self._ordered(order, lambda: {"task": task.id, "fault": text(fault), "targets": targets})
 
-    def _ordered(self, order: ev.Input, answer: Callable[[], Any]) -> web.Response:
+    async def _ordered(self, order: ev.Input, answer: Callable[[], Any]) -> web.Response:
         """Carry out an order; confirm it by ``answer`` if it is durable."""
-        refused = self._shell.order(order)
+        refused = await self._shell.order(order)
         return web.json_response(answer()) if refused is None else _refused(refused, 503)
 
     def _task(self, request: web.Request) -> Task:
@@ -363,7 +365,7 @@ class Api:
             found = [_job(cluster, job.name) for job in given]
             return found if several else found[0]
 
-        return self._ordered(ev.Submit(jobs=tuple(given)), answer)
+        return await self._ordered(ev.Submit(jobs=tuple(given)), answer)
 
     async def _get_job(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
@@ -387,7 +389,7 @@ class Api:
         known |= set(machine.cluster.nodes)
         if name not in known | set(machine.drained):
             return _refused(f"no node or agent {name!r}; expected one of: {sorted(known)}", 404)
-        return self._ordered(ev.Drain(node=name, drained=drained), lambda: _drains(machine))
+        return await self._ordered(ev.Drain(node=name, drained=drained), lambda: _drains(machine))
 
     async def _get_events(self, request: web.Request) -> web.Response:
         """Return a page of the log: ``?since=SEQ&limit=N&task=TASK&incident=ID``, or its end: ``newest=N``.

@@ -30,7 +30,8 @@ from unicron_lightning import environ, wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.server.peers import frame_of
-from unicron_lightning.coordinator.storage import Store
+from unicron_lightning.coordinator.storage import Database
+from unicron_lightning.wire.daemon import NodeRun
 from unicron_lightning.wire.fields import shortened
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,10 @@ MOST_UNWRITTEN_EVENTS: Final = 10_000
 """Newest events that are kept in memory while nothing can be written."""
 MOST_LOGGED_CHARACTERS: Final = 4096
 """Limit of an event's fields in the process's log, which a script could otherwise fill."""
+
+
+_WITHOUT_EFFECT: Final = (ev.Save, ev.SaveLasting, ev.Forget, ev.SetTimer, ev.CancelTimer)
+"""Actions that are over once they are decided and written."""
 
 
 class Batch:
@@ -108,7 +113,17 @@ class Batch:
             frame = self._frames[id(message)] = frame_of(wire.encode(message))
         return frame
 
-    def write(self, store: Store, machine: Machine) -> bool:
+    def acts(self) -> bool:
+        """Whether anything follows once the batch is written."""
+        return any(not isinstance(action, _WITHOUT_EFFECT) for action in self.actions())
+
+    def encode(self) -> None:
+        """Encode the messages now: the machine goes on, and what they refer to may change before they are sent."""
+        for action in self.actions():
+            if isinstance(action, ev.Send) and not isinstance(action.message, NodeRun):  # replaced when it is sent
+                self.frame(action.message)
+
+    def write(self, store: Database, machine: Machine) -> bool:
         """Write the batch in one transaction; return whether there was anything to write.
 
         ``machine`` is in its state after the last answer.
@@ -145,7 +160,7 @@ class Saving:
 
     def __init__(
         self,
-        store: Store,
+        store: Database,
         machine: Callable[[], Machine],
         written: Callable[[], None] = lambda: None,
         timed: Callable[[float], None] = lambda _: None,
@@ -204,6 +219,7 @@ class Saving:
             self._timer = None
 
 
+_SECRETS: Final = (environ.TOKEN, environ.ETCD_PASSWORD)
 _MOST_WAITING: Final = 1000
 _LAST_SECONDS: Final = 5.0
 """Time for the waiting events when the coordinator stops."""
@@ -258,7 +274,7 @@ class Hook:
 
     async def _call(self, event: dict[str, Any]) -> str | None:
         """Run the command for an event; return how it failed, or None."""
-        environment = {name: value for name, value in os.environ.items() if name != environ.TOKEN}
+        environment = {name: value for name, value in os.environ.items() if name not in _SECRETS}
         environment |= {"UNICRON_EVENT": event["name"], environ.TASK: event["task"] or ""}
         process = await asyncio.create_subprocess_exec(
             *self._command,

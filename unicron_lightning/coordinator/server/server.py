@@ -59,7 +59,7 @@ from unicron_lightning.coordinator.server.peers import (
     request_logger,
 )
 from unicron_lightning.coordinator.server.timers import ANSWER, Liveness, SteadyClock, Timers
-from unicron_lightning.coordinator.storage import Store, StoreUnusable, prepare_state_dir
+from unicron_lightning.coordinator.storage import Database, Store, StoreUnusable, prepare_state_dir
 from unicron_lightning.credentials import Token, is_loopback
 from unicron_lightning.jobs import problem
 from unicron_lightning.private_files import RECORD, default_state_dir, open_private
@@ -79,6 +79,10 @@ class Server:
     Args:
         config: the whole configuration; the state directory is created.
         token: the token that clients must prove.
+        store: where its state lasts, closed at the end; None: the database in the state directory.
+
+    Attributes:
+        deposed: reason why another coordinator leads, once one may; None before.
 
     Raises:
         ConfigError: unusable address or state directory.
@@ -89,7 +93,7 @@ class Server:
     _rests_until = 0.0
     """Loop time before which arrivals are not written, see `_take`."""
 
-    def __init__(self, config: CoordinatorConfig, token: Token) -> None:
+    def __init__(self, config: CoordinatorConfig, token: Token, store: Database | None = None) -> None:
         self._config = config
         host, port = config.coordinator.host, config.coordinator.port
         address = resolve(host, port)
@@ -105,7 +109,7 @@ class Server:
                 Path(config.store.state_dir) if config.store.state_dir else default_state_dir(host, self.port)
             )
             prepare_state_dir(self.state_dir)
-            self.store = Store(self.state_dir, events_kept=config.store.events_kept)
+            self.store = store or Store(self.state_dir, events_kept=config.store.events_kept)
         except BaseException:
             self._socket.close()
             raise
@@ -129,6 +133,8 @@ class Server:
         self._flushing = False
         self._stop = asyncio.Event()
         self._failed = False
+        self.deposed: str | None = None
+        self.store.watch(self._depose)
         self._clock = SteadyClock()
         self._hosts: dict[int, str] = {}
         self._node_orders = NodeOrders()
@@ -175,27 +181,39 @@ class Server:
         finally:
             self._stop.set()
             self._flush()
-            for part in (self._liveness, self._garbage, self._scrape, unproven):
-                part.close()
-            self._saving.close(last_try=not self._failed)
-            self._timers.close()
-            for timer in filter(None, (self._look, self._ahead)):
-                timer.cancel()
-            for session in list(self._sessions.values()):
-                await session.close(WSCloseCode.GOING_AWAY, "the coordinator stops")
-            await self._dashboard.close()
-            if self._door is not None:
-                await self._door.close()
-            await runner.cleanup()
-            await self._hook.close()
-            await self._presence.close()
-            await loop.run_in_executor(None, self._planning.close)
-            if not self._failed and all(task.over is not None for task in self.machine.tasks.values()):
-                # Nothing is unfinished, so that no agent needs to wait for an operator's restart.
-                (self.state_dir / RECORD).unlink(missing_ok=True)
-            self.store.close()
-            logger.info("coordinator_ended port=%d", self.port)
+            await self.store.durable()
+            await self._close(runner, unproven)
         return not self._failed
+
+    async def _close(self, runner: web.AppRunner, unproven: UnprovenConnections) -> None:
+        loop = asyncio.get_running_loop()
+        for part in (self._liveness, self._garbage, self._scrape, unproven):
+            part.close()
+        self._saving.close(last_try=not self._failed)
+        self._timers.close()
+        for timer in filter(None, (self._look, self._ahead)):
+            timer.cancel()
+        for session in list(self._sessions.values()):
+            await session.close(WSCloseCode.GOING_AWAY, "the coordinator stops")
+        await self._dashboard.close()
+        if self._door is not None:
+            await self._door.close()
+        await runner.cleanup()
+        await self._hook.close()
+        await self._presence.close()
+        await loop.run_in_executor(None, self._planning.close)
+        if (
+            not self._failed
+            and self.deposed is None
+            and all(task.over is not None for task in self.machine.tasks.values())
+        ):
+            # Nothing is unfinished, so that no agent needs to wait for an operator's restart.
+            (self.state_dir / RECORD).unlink(missing_ok=True)
+        await self.store.release()
+        if self.deposed is not None:  # else the process ends, and a further signal must not change its status
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+        logger.info("coordinator_ended port=%d", self.port)
 
     async def _open(self, runner: web.AppRunner) -> None:
         if self._encryption is None:
@@ -214,21 +232,29 @@ class Server:
         self._handle(event)
         self._flush()
 
-    def order(self, event: ev.Input) -> str | None:
+    async def order(self, event: ev.Input) -> str | None:
         """Have the machine process an operator's order; return None once it is durable, else the reason it is not."""
         if not self._saving.retry():
             return f"not carried out: the coordinator can't save its state: {self.store_error}"
         self.apply(event)
         if self._failed:
             return "not carried out: the coordinator stops because of an error, see its log"
-        if self.store_error is not None:
+        if self._saving.error is not None:
             return f"carried out, but lost if the coordinator ends now: it can't save its state: {self.store_error}"
-        return None
+        lost = await self.store.durable()
+        return None if lost is None else f"perhaps not carried out, ask again: this coordinator stopped leading: {lost}"
 
     @property
     def store_error(self) -> str | None:
         """Reason why some state is not written; None if all is."""
-        return self._saving.error
+        return self._saving.error or self.store.error
+
+    def _depose(self, reason: str) -> None:
+        """Stop without another decision: another coordinator may lead."""
+        logger.error("leadership_lost reason=%s", reason)
+        self.deposed = reason
+        self._batch = Batch()
+        self._stop.set()
 
     def _take(self, event: ev.Input) -> None:
         """Process an input like `apply`, but flush with others that arrive until the store has rested as it worked."""
@@ -293,6 +319,11 @@ class Server:
         began = time.monotonic()
         self._saving.write(batch)  # a full disk must not stop recovery: unwritten decisions are kept
         self._rests_until = time.monotonic() + min(time.monotonic() - began, _MOST_REST_SECONDS)
+        batch.encode()
+        self.store.when_durable(lambda: self._carry_out(batch), fenced=batch.acts())
+
+    def _carry_out(self, batch: Batch) -> None:
+        """Send the messages of a batch that is written, and do what else it decides."""
         to: dict[int, PeerConnection] = {}
         for action in batch.actions():
             match action:
