@@ -25,6 +25,9 @@ from unicron_lightning.tls import Access, TlsExpected
 ATTEMPT_SECONDS: Final = 5.0
 FIRST_RETRY_SECONDS: Final = 0.05
 LAST_RETRY_SECONDS: Final = 2.0
+_LAST_OF_SEVERAL_SECONDS: Final = 0.5
+_NEXT_SECONDS: Final = 0.3
+"""Time after which another coordinator is tried beside one that has not answered: it may be stopped."""
 SESSION: Final[dict[str, Any]] = {"heartbeat": 10.0, "max_msg_size": 64 << 20}
 """Options of a session's WebSocket: seconds between pings, and largest number of bytes of a message."""
 
@@ -34,6 +37,11 @@ def retry_delay(most: float) -> float:
     return random.uniform(most / 2, most)
 
 
+def longest_retry(url: str) -> float:
+    """Return the longest delay between two attempts [s]: shorter with several coordinators, of which one soon leads."""
+    return _LAST_OF_SEVERAL_SECONDS if "," in urlsplit(url).netloc else LAST_RETRY_SECONDS
+
+
 async def open_socket(
     http: aiohttp.ClientSession, url: str, access: Access, **options: Any
 ) -> aiohttp.ClientWebSocketResponse[Any]:
@@ -41,7 +49,8 @@ async def open_socket(
 
     Args:
         http: makes the connections.
-        url: ``http://HOST:PORT/PATH``, or https; ``access`` decides which of them it is.
+        url: ``http://HOST:PORT/PATH``, or https; ``access`` decides which of them it is. Of several coordinators,
+            ``HOST:PORT,HOST:PORT``, the first that proves itself is taken: those that do not lead refuse connections.
         access: to the coordinator.
         options: of `aiohttp.ClientSession.ws_connect`.
 
@@ -50,9 +59,12 @@ async def open_socket(
         aiohttp.ClientError: no process answers, or it is no coordinator.
         asyncio.TimeoutError: no answer in time.
     """
-    opener = _Opener(http=http, url=urlsplit(url), options=options)
+    whole = urlsplit(url)
+    openers = [
+        _Opener(http=http, url=whole._replace(netloc=place), options=options) for place in whole.netloc.split(",")
+    ]
     # `wait_for` could lose the caller's cancellation before Python 3.12.
-    opening = asyncio.create_task(opener.open(access))
+    opening = asyncio.create_task(_open_one(openers, access))
     try:
         await asyncio.wait({opening}, timeout=ATTEMPT_SECONDS)
     finally:
@@ -129,6 +141,40 @@ class _Opener:
             response.close()
             raise
         return opened
+
+
+async def _open_one(openers: list[_Opener], access: Access) -> aiohttp.ClientWebSocketResponse[Any]:
+    """Return the first socket that is open; the next opener begins when one has failed, or has taken too long.
+
+    While one has not answered, the others are tried again: a stopped leader never answers, and a stand-by that has
+    refused connections leads soon.
+    """
+    if len(openers) == 1:
+        return await openers[0].open(access)
+    tries: dict[asyncio.Task[aiohttp.ClientWebSocketResponse[Any]], _Opener] = {}
+    rest, again, failed = list(openers), list[_Opener](), None
+    try:
+        while rest or tries:
+            if rest:
+                opener = rest.pop(0)
+                tries[asyncio.create_task(opener.open(access))] = opener
+            done, _ = await asyncio.wait(tries, timeout=_NEXT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                again.append(tries.pop(each))
+                if (error := each.exception()) is None:
+                    return each.result()
+                if not isinstance(failed, CoordinatorUnproven):
+                    failed = error
+            if not (done or rest):
+                rest, again = again, []
+    finally:
+        for each in tries:
+            each.cancel()
+        for late in await asyncio.gather(*tries, return_exceptions=True):
+            if isinstance(late, aiohttp.ClientWebSocketResponse):
+                late._response.close()
+    assert failed is not None
+    raise failed
 
 
 async def _addresses(host: str, port: int) -> list[str]:

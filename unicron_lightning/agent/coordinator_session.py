@@ -38,9 +38,9 @@ from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven
 from unicron_lightning.link import (
     ATTEMPT_SECONDS,
     FIRST_RETRY_SECONDS,
-    LAST_RETRY_SECONDS,
     SESSION,
     end_tasks,
+    longest_retry,
     open_socket,
     retry_delay,
 )
@@ -314,7 +314,7 @@ class CoordinatorSession:
                 return
             self._lost()
             await asyncio.sleep(retry_delay(self._retry_seconds))
-            self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
+            self._retry_seconds = min(2 * self._retry_seconds, longest_retry(self._url))
 
     async def _one_connection(self, http: aiohttp.ClientSession) -> bool:
         """Carry messages until the connection ends; return whether the coordinator closed it after a goodbye."""

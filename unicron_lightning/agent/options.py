@@ -1,6 +1,7 @@
 """The user's torchrun options, validated.
 
-``--rdzv-endpoint HOST[:PORT]`` names the coordinator (default 127.0.0.1:29461); ``--rdzv-id`` is the task;
+``--rdzv-endpoint HOST[:PORT][,HOST[:PORT]...]`` names the coordinators (default 127.0.0.1:29461);
+``--rdzv-id`` is the task;
 ``--rdzv-conf`` takes the keys of `CONF_KEYS`. A wrong value is a `ConfigError` that quotes it.
 
 Requests to leave a node may be no SIGTERM: another signal, or a file. Each becomes one SIGTERM of this process.
@@ -149,8 +150,13 @@ class AgentOptions:
     max_nodes: int
     coordinator_host: str
     coordinator_port: int
+    """Of the first coordinator."""
+    others: tuple[tuple[str, int], ...] = ()
+    """Hosts and ports of further coordinators, of which one leads."""
     embedded: bool
-    """Whether this agent may start the coordinator: the endpoint names this machine and the user did not forbid it."""
+    """Whether this agent may start the coordinator: the only endpoint names this machine, and the user did not forbid
+    it.
+    """
     state_dir: Path
     access: Access
     host: str
@@ -172,8 +178,8 @@ class AgentOptions:
 
     @property
     def endpoint(self) -> str:
-        """``HOST:PORT`` of the coordinator, for messages."""
-        return endpoint_of(self.coordinator_host, self.coordinator_port)
+        """``HOST:PORT`` of the coordinator, or of each, separated by commas."""
+        return ",".join(endpoint_of(*each) for each in ((self.coordinator_host, self.coordinator_port), *self.others))
 
     @property
     def url(self) -> str:
@@ -189,7 +195,7 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
     """
     conf: Mapping[str, Any] = parameters.config
     _check_keys(conf)
-    host, port = parse_endpoint(parameters.endpoint, "--rdzv-endpoint ")
+    (host, port), *others = parse_endpoints(parameters.endpoint, "--rdzv-endpoint ")
     loopback = is_loopback(host)
     access = AccessOptions(
         token_file=conf.get("token_file"),
@@ -210,7 +216,8 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         max_nodes=parameters.max_nodes,
         coordinator_host=host,
         coordinator_port=port,
-        embedded=_flag(conf, "embedded", default=True) and _names_this_machine(host),
+        others=tuple(others),
+        embedded=_flag(conf, "embedded", default=True) and not others and _names_this_machine(host),
         state_dir=Path(given).expanduser().absolute() if given else default_state_dir(host, port),
         access=access,
         host=DEFAULT_HOST if loopback else _own_address(parameters.local_addr, host, port),
@@ -243,6 +250,8 @@ def parse_endpoint(text: str, option: str = "--endpoint ") -> tuple[str, int]:
     """
     wrong = ConfigError(f"{option}{text!r}: expected HOST, HOST:PORT or [IPv6]:PORT with a port of 1..65535")
     rest = text.strip()
+    if "," in rest:
+        raise wrong
     if not rest:
         return DEFAULT_HOST, _DEFAULT_PORT
     if rest.startswith("["):
@@ -259,6 +268,21 @@ def parse_endpoint(text: str, option: str = "--endpoint ") -> tuple[str, int]:
     if not (port_text.isascii() and port_text.isdigit() and 1 <= int(port_text) <= 65535):
         raise wrong
     return host or DEFAULT_HOST, int(port_text)
+
+
+def parse_endpoints(text: str, option: str = "--endpoint ") -> list[tuple[str, int]]:
+    """Split endpoints that are separated by commas, each as `parse_endpoint` does; the coordinators have one state.
+
+    Raises:
+        ConfigError: one has another form, or only some are on the loopback interface, which needs another access.
+    """
+    parts = text.split(",")
+    if len(parts) > 1 and not all(part.strip() for part in parts):
+        raise ConfigError(f"{option}{text!r}: expected HOST:PORT before and after each comma")
+    places = list(dict.fromkeys(parse_endpoint(part, option) for part in parts))
+    if len({is_loopback(host) for host, _ in places}) > 1:
+        raise ConfigError(f"{option}{text!r}: expected all of them on the loopback interface, or none")
+    return places
 
 
 def _names_this_machine(host: str) -> bool:

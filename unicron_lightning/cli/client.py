@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from unicron_lightning import environ
-from unicron_lightning.agent.options import parse_endpoint
+from unicron_lightning.agent.options import endpoint_of, parse_endpoint, parse_endpoints
 from unicron_lightning.cli.output import visible
-from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
+from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven, UnicronError
 from unicron_lightning.handshake import Handshake
 from unicron_lightning.private_files import default_state_dir
 from unicron_lightning.proof import ANSWER_HEADER, MOST_CHALLENGE_BYTES, MOST_REQUEST_BYTES
@@ -43,7 +43,7 @@ def connecting() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     endpoint = os.environ.get(environ.ENDPOINT) or DEFAULT_ENDPOINT
     words = f"default: {environ.ENDPOINT}, else {DEFAULT_ENDPOINT}"
-    parser.add_argument("--endpoint", default=endpoint, metavar="HOST:PORT", help=words)
+    parser.add_argument("--endpoint", default=endpoint, metavar="HOST:PORT[,HOST:PORT]", help=words)
     parser.add_argument("--token-file", metavar="PATH", help="default: UNICRON_TOKEN, else the file made for you")
     parser.add_argument("--forwarded", action="store_true", help="a tunnel or service forwards from the endpoint to it")
     certificate = (
@@ -84,7 +84,7 @@ def access_to(endpoint: str, options: AccessOptions) -> Access:
     Raises:
         ConfigError: there is no token, or a file can't be used.
     """
-    return options.access(parse_endpoint(endpoint)[0], "--token-file ", "--tls ")
+    return options.access(parse_endpoints(endpoint)[0][0], "--token-file ", "--tls ")
 
 
 def quoted(name: str) -> str:
@@ -98,7 +98,7 @@ def fetch(
     """Send a query or an order to a coordinator.
 
     Args:
-        endpoint: ``HOST:PORT``.
+        endpoint: ``HOST:PORT``, or several, separated by commas: the coordinator that leads answers.
         path: e.g. ``/v1/status``.
         access: access to it; None: with the token of the environment or of this user.
         method: GET, or POST for an order.
@@ -133,19 +133,57 @@ def fetch(
 def request(endpoint: str, method: str, target: str, access: Access, body: bytes = b"") -> tuple[int, bytes]:
     """Send one request after mutual proof; return the proven status and body.
 
+    Of several endpoints the first one that can be reached is asked. An order that was sent and not answered is not sent
+    to another one, since it may have been carried out.
+
     Raises:
         CoordinatorUnavailable: no coordinator answers there.
         CoordinatorUnproven: the process that answers does not know the token.
     """
+    failed: list[CoordinatorUnavailable] = []
+    for host, port in parse_endpoints(endpoint):
+        sent: list[str] = []
+        try:
+            return _request_of(endpoint_of(host, port), method, target, access, body, sent)
+        except CoordinatorUnavailable as error:
+            failed.append(error)
+            if method != "GET" and sent:
+                raise
+    unproven = [error for error in failed if isinstance(error, CoordinatorUnproven)]
+    if len(failed) == 1 or unproven:
+        raise (unproven or failed)[0]
+    raise CoordinatorUnavailable("; ".join(str(error) for error in failed))
+
+
+def answering_endpoint(endpoint: str, access: Access) -> str:
+    """Return the one of several endpoints at which a coordinator answers; a single one as it is.
+
+    Raises:
+        CoordinatorUnavailable: none does.
+    """
+    places = [endpoint_of(*place) for place in parse_endpoints(endpoint)]
+    for place in places[:-1]:
+        with contextlib.suppress(CoordinatorUnavailable):
+            request(place, "GET", "/healthz", access)
+            return place
+    return places[-1]
+
+
+def _request_of(
+    endpoint: str, method: str, target: str, access: Access, body: bytes, sent: list[str]
+) -> tuple[int, bytes]:
+    """Send a request to one endpoint; ``sent`` gets it once it may have arrived."""
     try:
-        return _request(endpoint, method, target, access, body)
+        return _request(endpoint, method, target, access, body, sent)
     except TlsExpected:
         if not access.trust.may_encrypt:
             raise
-    return _request(endpoint, method, target, access.encrypted, body)
+    return _request(endpoint, method, target, access.encrypted, body, sent)
 
 
-def _request(endpoint: str, method: str, target: str, access: Access, body: bytes) -> tuple[int, bytes]:
+def _request(
+    endpoint: str, method: str, target: str, access: Access, body: bytes, sent: list[str]
+) -> tuple[int, bytes]:
     handshake = Handshake(endpoint, access)
     try:
         with contextlib.closing(_connection(endpoint, handshake)) as connection:
@@ -153,6 +191,7 @@ def _request(endpoint: str, method: str, target: str, access: Access, body: byte
             connection.auto_open = 0  # the certificate of this connection is known
             _meet(connection, handshake)
             headers = handshake.headers(method, target, body)
+            sent.append(target)
             connection.request(method, target, body=body or None, headers=headers)
             answer = connection.getresponse()
             content = answer.read()
@@ -223,16 +262,16 @@ def stored(endpoint: str, path: str, **query: str) -> Any:
 
 
 def _listens(endpoint: str) -> bool:
-    try:
-        socket.create_connection(parse_endpoint(endpoint), _CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True
+    for place in parse_endpoints(endpoint):
+        with contextlib.suppress(OSError):
+            socket.create_connection(place, _CONNECT_SECONDS).close()
+            return True
+    return False
 
 
 def _read(endpoint: str, path: str, query: dict[str, str]) -> Any:
     """Answer from the database of this endpoint; None if there is none of this user's that can be read."""
-    file = default_state_dir(*parse_endpoint(endpoint)) / _FILE
+    file = default_state_dir(*parse_endpoints(endpoint)[0]) / _FILE
     try:
         for each in (file, file.parent):
             if each.is_symlink() or each.stat().st_uid != os.getuid():

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unicron_lightning.cli import calibrate, certs, inspection, node, orders, report, run
+from unicron_lightning.cli import calibrate, certs, inspection, node, orders, report, run, transfer
 from unicron_lightning.cli.output import visible
 from unicron_lightning.cli.plan.command import add_parser as add_plan_parser
 from unicron_lightning.errors import ConfigError, UnicronError
@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     node.add_parsers(commands)
     certs.add_parsers(commands)
     _add_export(commands)
+    transfer.add_parser(commands)
     add_plan_parser(commands)
     shell = commands.add_parser("completion", help="print the completion of this command for a shell")
     shell.add_argument("shell", choices=("bash", "zsh", "tcsh"), help='for bash: eval "$(unicron completion bash)"')

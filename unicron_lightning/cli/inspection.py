@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 from unicron_lightning.cli.client import (
     access_of,
     answering,
+    answering_endpoint,
     ask,
     connecting,
     events_of,
@@ -213,11 +214,12 @@ def _size(number: int | None) -> str:
 def _dashboard(options: argparse.Namespace) -> int:
     """Print the address of the page, with a code that opens it once."""
     access = access_of(options)
-    answer = fetch(options.endpoint, "/v1/dashboard/code", access, method="POST")
-    status = fetch(options.endpoint, "/v1/status", access)["coordinator"]
+    endpoint = answering_endpoint(options.endpoint, access)
+    answer = fetch(endpoint, "/v1/dashboard/code", access, method="POST")
+    status = fetch(endpoint, "/v1/status", access)["coordinator"]
     scheme = "https" if status["encrypted"] else "http"
     # Browsers send no server the part behind "#", so that the code is in no log; the page removes it from the address.
-    address = f"{scheme}://{options.endpoint}/dashboard#code={answer['code']}"
+    address = f"{scheme}://{endpoint}/dashboard#code={answer['code']}"
     if options.json:
         print(json.dumps({"address": address, "seconds": answer["seconds"]}, indent=2))
     else:

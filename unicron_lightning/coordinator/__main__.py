@@ -75,7 +75,10 @@ def _endpoint_port(default: int) -> int:
     endpoint = os.environ.get(environ.ENDPOINT)
     if not endpoint:
         return default
-    port = endpoint.rpartition(":")[2]
+    ports = {each.rpartition(":")[2].strip() for each in endpoint.split(",")}
+    if len(ports) > 1:
+        raise ConfigError(f"{environ.ENDPOINT}={endpoint!r}: its ports differ; expected coordinator.port for this one")
+    port = ports.pop()
     if not port.isdecimal():
         raise ConfigError(f"{environ.ENDPOINT}={endpoint!r}: expected HOST:PORT")
     return int(port)

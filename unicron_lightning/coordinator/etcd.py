@@ -28,6 +28,8 @@ _TRANSIENT: Final = (1, 2, 4, 8, 10, 13, 14)
 _FATAL_TEXTS: Final = ("request is too large", "too many operations")
 LEASE_NOT_FOUND: Final = "lease not found"
 _PAGE: Final = 500
+NEWEST: Final = 1 << 62
+"""Stands for the revision of a key that is not written yet."""
 
 
 class EtcdUnavailable(UnicronError):

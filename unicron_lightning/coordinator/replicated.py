@@ -142,6 +142,24 @@ class LeaderStore(Database):
         if self._compact_seconds:
             self._start(self._compact)
 
+    async def leader(self) -> str | None:
+        """Return how the present leader describes itself; None if none leads.
+
+        Raises:
+            EtcdUnavailable: etcd does not answer.
+        """
+        holder = await self._etcd.get(self._leader)
+        return None if holder is None else holder.value.decode(errors="replace")
+
+    async def copy(self) -> sqlite3.Connection:
+        """Return all state as of one moment, without leading.
+
+        Raises:
+            EtcdUnavailable: etcd does not answer.
+        """
+        await self._read(settle=False)
+        return self._db
+
     async def _take(self) -> bool:
         began = time.monotonic()
         lease = await self._etcd.grant(self._lease_seconds)
@@ -271,9 +289,10 @@ class LeaderStore(Database):
         self._note_events()
         self._more.set()
 
+    @override
     def replace(self, write: Callable[[sqlite3.Connection], None]) -> None:
-        """Have a function fill the copy, which is empty, and write all of it."""
-        write(self._db)
+        """Have a function fill the copy, and write all of it."""
+        super().replace(write)
         for name, blob in self._db.execute("SELECT id, state FROM tasks ORDER BY rowid"):
             self._changes[self._key("tasks", name)] = blob
         for (blob,) in self._db.execute("SELECT state FROM lasting"):
@@ -397,30 +416,47 @@ class LeaderStore(Database):
                 logger.warning("state_not_read error=%s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _read(self) -> None:
-        if await self._etcd.get(self._key("whole")) is not None:
-            for part in await self._etcd.all(self._key("staged", "")):
-                group = [
-                    (key, None if value is None else base64.b64decode(value)) for key, value in json.loads(part.value)
-                ]
-                await self._transact([_operation(key, value) for key, value in group])
-        await self._discard_staged()
-        tasks = sorted(await self._etcd.all(self._key("tasks", "")), key=lambda each: each.created)
-        lasting = await self._etcd.get(self._key("lasting"))
-        chunks = await self._etcd.all(self._key("events", ""))
+    async def _read(self, *, settle: bool = True) -> None:
+        """Read all keys as of one moment; ``settle``: complete or discard in etcd what a leader has staged."""
+        found = {each.key: (each.created, each.value) for each in await self._etcd.all(self._prefix)}
+        staged = [found[key][1] for key in sorted(found) if key.startswith(self._key("staged", ""))]
+        if self._key("whole") in found:
+            for part in staged:
+                group = [(key, None if value is None else base64.b64decode(value)) for key, value in json.loads(part)]
+                if settle:
+                    await self._transact([_operation(key, value) for key, value in group])
+                for key, value in group:
+                    created = found.pop(key, (etcd.NEWEST, b""))[0]
+                    if value is not None:
+                        found[key] = created, value
+        if settle and (staged or self._key("whole") in found):
+            await self._discard_staged()
+        self._fill(found)
+
+    def _fill(self, found: dict[str, tuple[int, bytes]]) -> None:
+        """Replace the copy by values of keys, with the revisions that created them."""
+
+        def below(table: str) -> list[tuple[str, bytes]]:
+            start = self._key(table, "")
+            names = sorted((key for key in found if key.startswith(start)), key=lambda key: (found[key][0], key))
+            return [(key.removeprefix(start), _unpacked(found[key][1])) for key in names]
+
         self._db.execute("BEGIN")
-        for table in ("tasks", "lasting", "events"):
+        for table in ("tasks", "lasting", "events", "unreadable"):
             self._db.execute(f"DELETE FROM {table}")
-        named = [(each.key.removeprefix(self._key("tasks", "")), _unpacked(each.value)) for each in tasks]
-        self._db.executemany("INSERT INTO tasks VALUES (?, ?)", named)
-        if lasting is not None:
-            self._db.execute("INSERT INTO lasting VALUES (1, ?)", (_unpacked(lasting.value),))
-        for chunk in chunks:
-            rows = json.loads(_unpacked(chunk.value))
+        self._db.executemany("INSERT INTO tasks VALUES (?, ?)", below("tasks"))
+        if (lasting := found.get(self._key("lasting"))) is not None:
+            self._db.execute("INSERT INTO lasting VALUES (1, ?)", (_unpacked(lasting[1]),))
+        for name, blob in below("unreadable"):
+            about = json.loads(blob)
+            row = (name, about["at"], about["reason"], base64.b64decode(about["state"]))
+            self._db.execute("INSERT INTO unreadable VALUES (?, ?, ?, ?)", row)
+        self._firsts = sorted(int(first) for first, _ in below("events"))
+        for _, blob in sorted(below("events")):
+            rows = json.loads(blob)
             self._db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)", rows)
             self._logged = rows[-1][0]
         self._db.execute("COMMIT")
-        self._firsts = [int(chunk.key.rpartition("/")[2]) for chunk in chunks]
         self._log.recount()
 
 

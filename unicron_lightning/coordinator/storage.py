@@ -338,6 +338,11 @@ class Database(StoredState):
     def watch(self, lost: Callable[[str], None]) -> None:
         """Have a function called, with the reason, if this process may not write any more."""
 
+    def replace(self, write: Callable[[sqlite3.Connection], None]) -> None:
+        """Have a function fill the tables, which are empty."""
+        write(self._db)
+        self._log.recount()
+
     def when_durable(self, then: Callable[[], None], *, fenced: bool = True) -> None:
         """Call a function once all that was written so far is durable; never if it does not become so.
 

@@ -25,7 +25,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unicron_lightning import environ
-from unicron_lightning.agent.options import DEFAULT_HOST, parse_endpoint
+from unicron_lightning.agent.options import DEFAULT_HOST, parse_endpoints
 from unicron_lightning.cli.client import DEFAULT_ENDPOINT, fetch, quoted
 from unicron_lightning.credentials import is_loopback, token_for
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable, UnicronError
@@ -264,13 +264,13 @@ def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, Ac
 
 
 def _access(options: LauncherConfig, endpoint: str) -> Access:
-    host, _ = parse_endpoint(endpoint, "hydra.launcher.endpoint=")
+    host = parse_endpoints(endpoint, "hydra.launcher.endpoint=")[0][0]
     return options.access(host, "hydra.launcher.token_file=", "hydra.launcher.tls=")
 
 
 def _runs_no_jobs(endpoint: str, access: Access) -> bool:
     """Whether the coordinator of this machine was started by an agent of a training, and no daemon is connected."""
-    if not is_loopback(parse_endpoint(endpoint, "hydra.launcher.endpoint=")[0]):
+    if not is_loopback(parse_endpoints(endpoint, "hydra.launcher.endpoint=")[0][0]):
         return False
     status = fetch(endpoint, "/v1/status", access)
     return bool(status["coordinator"]["embedded"]) and not status["nodes"]
@@ -295,7 +295,9 @@ def _own_cluster(options: LauncherConfig, sweep_dir: Path, state: Path) -> Local
 
 def _nothing_listens(endpoint: str) -> bool:
     """Whether the endpoint is a loopback address that does not answer."""
-    host, port = parse_endpoint(endpoint, "hydra.launcher.endpoint=")
+    (host, port), *others = parse_endpoints(endpoint, "hydra.launcher.endpoint=")
+    if others:
+        return False
     if not is_loopback(host):
         return False
     try:

@@ -27,9 +27,9 @@ from unicron_lightning.errors import CoordinatorUnproven, SessionRefused
 from unicron_lightning.link import (
     ATTEMPT_SECONDS,
     FIRST_RETRY_SECONDS,
-    LAST_RETRY_SECONDS,
     SESSION,
     end_tasks,
+    longest_retry,
     open_socket,
     retry_delay,
 )
@@ -87,7 +87,7 @@ class NodeLink:
                         logger.warning("coordinator_not_reached url=%s error=%s; retrying", self._url, error)
                 self._stands = False
                 await asyncio.sleep(retry_delay(retry))
-                retry = min(2 * retry, LAST_RETRY_SECONDS)
+                retry = min(2 * retry, longest_retry(self._url))
 
     async def _one_connection(self, http: aiohttp.ClientSession) -> None:
         async with await open_socket(http, self._url, self._access, **SESSION) as socket:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from unicron_lightning.agent.options import endpoint_of, leave_signal, parse_endpoint
+from unicron_lightning.agent.options import endpoint_of, leave_signal, parse_endpoints
 from unicron_lightning.credentials import is_loopback
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.private_files import make_private, open_private, user_path
@@ -99,7 +99,7 @@ class NodeOptions:
     """Options of a daemon; times in seconds.
 
     Attributes:
-        endpoint: ``HOST:PORT`` of the coordinator.
+        endpoint: ``HOST:PORT`` of the coordinator, or of each, separated by commas.
         node: label of the node.
         slots: division of its accelerators.
         logs: folder for the tasks' logs.
@@ -155,7 +155,8 @@ def make_options(
     Raises:
         ConfigError: one of them is wrong, or there is no token.
     """
-    host, port = parse_endpoint(endpoint)
+    places = parse_endpoints(endpoint)
+    host = places[0][0]
     label = node or socket.gethostname()
     if not _LABEL.fullmatch(label):
         raise ConfigError(f"--node {label}: expected letters, digits, '.', '_' and '-'")
@@ -170,7 +171,7 @@ def make_options(
         if path is not None and ("," in path or "=" in path):
             raise ConfigError(f"{option} {path}: expected a path without ',' and '='")
     return NodeOptions(
-        endpoint=endpoint_of(host, port),
+        endpoint=",".join(endpoint_of(*place) for place in places),
         node=label,
         slots=tuple(slots_of(slots, visible_devices())),
         logs=Path(logs).absolute() if logs else default_logs(),
