@@ -183,8 +183,10 @@ def test_options_that_are_used_exist() -> None:
     }
     assert {(command, option) for command, option in used if option not in helps[command]} == set()
     settings = set(re.findall(r"\b((?:coordinator|store)\.\w+)=", "\n".join(lines)))
+    values = {"store.endpoints": "[]"}
     shown = subprocess.run(
-        [sys.executable, "-c", MAIN, "coordinator", "--cfg", "job", *(f"{name}=1" for name in sorted(settings))],
+        [sys.executable, "-c", MAIN, "coordinator", "--cfg", "job",
+         *(f"{name}={values.get(name, 1)}" for name in sorted(settings))],
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr

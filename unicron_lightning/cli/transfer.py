@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _FORMAT: Final = "unicron-state-1"
 _FILE: Final = "coordinator.sqlite"
+_LEAD_SECONDS: Final = 30.0
 _EVENT: Final = "seq, at, name, task, incident, fields"
 
 
@@ -183,7 +184,10 @@ async def _into_etcd(config: CoordinatorConfig, content: dict[str, Any]) -> None
         leader = await store.leader()
         if leader is not None:
             raise ConfigError(f"unicron state import: {leader} leads; expected no coordinator, neither a stand-by")
-        await store.lead()
+        try:
+            await asyncio.wait_for(store.lead(), _LEAD_SECONDS)
+        except asyncio.TimeoutError:
+            raise ConfigError("unicron state import: another coordinator came first; expected none") from None
         store.replace(filling(content))
         lost = await store.durable()
         if lost is not None:
