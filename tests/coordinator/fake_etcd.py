@@ -39,6 +39,8 @@ class FakeEtcd:
         self.hold = asyncio.Event()
         """Unset: transactions wait for it before they are carried out."""
         self.hold.set()
+        self.lost_answers = 0
+        """Transactions that are carried out and answered with an error."""
         self.transactions: list[dict[str, Any]] = []
         self.refusal: dict[str, Any] | None = None
         self._ids = itertools.count(7)
@@ -74,7 +76,11 @@ class FakeEtcd:
             await self.hold.wait()
         if self.refusal is not None:
             return web.json_response(self.refusal, status=400)
-        return web.json_response(getattr(self, "_" + path.replace("/", "_"))(body))
+        answer = getattr(self, "_" + path.replace("/", "_"))(body)
+        if path == "kv/txn" and self.lost_answers:
+            self.lost_answers -= 1
+            return web.json_response({"error": "etcdserver: request timed out", "code": 14}, status=503)
+        return web.json_response(answer)
 
     def _kv_range(self, body: dict[str, Any]) -> dict[str, Any]:
         key, end = _text(body["key"]), _text(body["range_end"]) if "range_end" in body else None
@@ -87,11 +93,12 @@ class FakeEtcd:
         return {**self._header(), "kvs": kvs, **({"more": True} if len(names) > most else {})}
 
     def _kv_txn(self, body: dict[str, Any]) -> dict[str, Any]:
-        (condition,) = body["compare"]
-        assert condition["target"] == "CREATE", "every write compares the leader's key"
-        found = self.keys.get(_text(condition["key"]), {"created": 0})["created"]
-        if found != int(condition["create_revision"]):
-            return {**self._header()}
+        assert body["compare"][0]["target"] == "CREATE", "every write compares the leader's key"
+        for condition in body["compare"]:
+            found = self.keys.get(_text(condition["key"]), {"created": 0, "value": None})
+            wanted = condition.get("value", int(condition.get("create_revision", 0)))
+            if found["value" if condition["target"] == "VALUE" else "created"] != wanted:
+                return {**self._header()}
         assert len(body["success"]) <= 128, "etcd takes no more"
         assert len(json.dumps(body)) < 2_000_000
         self.transactions.append(body)

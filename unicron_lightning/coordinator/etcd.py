@@ -69,6 +69,16 @@ def delete(key: str, end: str | None = None) -> dict[str, Any]:
     return {"request_delete_range": {"key": coded(key), **({} if end is None else {"range_end": coded(end)})}}
 
 
+def was_created(key: str, revision: int) -> dict[str, Any]:
+    """Return the condition that a revision created a key; 0: that it does not exist."""
+    return {"key": coded(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
+
+
+def has_value(key: str, value: bytes) -> dict[str, Any]:
+    """Return the condition that a key has a value."""
+    return {"key": coded(key), "target": "VALUE", "result": "EQUAL", "value": coded(value)}
+
+
 class Etcd:
     """The members of one etcd.
 
@@ -113,14 +123,15 @@ class Etcd:
             revision = revision or int(answer["header"]["revision"])
             start = found[-1].key + "\0"
 
-    async def transact(self, key: str, created: int, operations: list[dict[str, Any]]) -> int | None:
-        """Carry out operations if a key exists as created by a revision (0: does not exist).
+    async def transact(
+        self, key: str, created: int, operations: list[dict[str, Any]], *also: dict[str, Any]
+    ) -> int | None:
+        """Carry out operations if a revision created a key (0: it does not exist), and further conditions hold.
 
         Returns:
-            The store's revision after that, or None if the condition does not hold.
+            The store's revision after that, or None if a condition does not hold.
         """
-        condition = {"key": coded(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(created)}
-        answer = await self.call("kv/txn", {"compare": [condition], "success": operations})
+        answer = await self.call("kv/txn", {"compare": [was_created(key, created), *also], "success": operations})
         return int(answer["header"]["revision"]) if answer.get("succeeded") else None
 
     async def grant(self, seconds: int) -> int:

@@ -9,10 +9,10 @@ a matter of speed, not of safety.
 **Stand-bys** look for the key several times a second. The one that writes it loads the state and opens its port; until
 then its port refuses connections, so that clients try their next endpoint.
 
-**Keys**, below a prefix: ``leader``, ``lasting``, ``tasks/ID``, ``unreadable/ID`` and ``events/SEQ``, each a JSON text,
-deflated if it is large. ``events/SEQ`` has the events of one write, from SEQ on. A write that is too large for one
-transaction is staged: its parts are written below ``staged/``, then ``whole``, then the keys themselves. A coordinator
-that finds ``whole`` at its start completes the write, and discards parts without it.
+**Keys**, below a prefix: ``leader``, ``newest``, ``lasting``, ``tasks/ID``, ``unreadable/ID`` and ``events/SEQ``, each
+a JSON text, deflated if it is large. ``events/SEQ`` has the events of one write, from SEQ on. A write that is too
+large for one transaction is staged: its parts are written below ``staged/``, then ``whole``, then the keys
+themselves. A coordinator that finds ``whole`` at its start completes the write, and discards parts without it.
 
 The leader has a copy in memory, as a database like that of `storage.Store`: all is read there.
 """
@@ -101,6 +101,8 @@ class LeaderStore(Database):
         self._created = self._lease = 0
         self._valid_until = 0.0
         """time.monotonic() at which the lease ends, unless it is renewed."""
+        self._newest: bytes | None = None
+        """Value of the key ``newest``, see `_transact`."""
         self._lost: str | None = None
         self._told: Callable[[str], None] = lambda _: None
         self._changes: Changes = {}
@@ -356,16 +358,7 @@ class LeaderStore(Database):
             self._more.clear()
             changes, self._changes = self._changes, {}
             then, self._then = self._then, []
-            while True:
-                try:
-                    await self._commit(changes)
-                    break
-                except etcd.EtcdUnavailable as error:
-                    if self.error is None:
-                        logger.error("state_not_saved error=%s", error)
-                    self.error = str(error)
-                    await asyncio.sleep(_RETRY_SECONDS)
-            self.error = None
+            await self._commit(changes)
             for each in then:
                 loop.call_soon(self._if_leading, each)
 
@@ -392,8 +385,37 @@ class LeaderStore(Database):
         await self._transact([etcd.delete(self._key("whole")), etcd.delete(staged, etcd.after(staged))])
 
     async def _transact(self, operations: list[dict[str, Any]]) -> None:
-        if await self._etcd.transact(self._leader, self._created, operations) is None:
+        """Carry out operations once, in order, as the leader; repeat the call until etcd answers.
+
+        A call without an answer may be carried out late, after newer ones. Each therefore writes the key ``newest``,
+        and compares that its predecessor has written that.
+        """
+        key, tag, conditions = self._key("newest"), f'"{secrets.token_hex(8)}"'.encode(), []
+        if operations:
+            before = self._newest
+            conditions = [etcd.was_created(key, 0) if before is None else etcd.has_value(key, before)]
+            operations = [*operations, etcd.put(key, tag)]
+        while True:
+            try:
+                done = await self._etcd.transact(self._leader, self._created, operations, *conditions)
+                carried_out = done is not None or bool(operations and await self._is_newest(tag))
+                break
+            except etcd.EtcdUnavailable as error:
+                if self.error is None:
+                    logger.error("state_not_saved error=%s", error)
+                self.error = str(error)
+                await asyncio.sleep(_RETRY_SECONDS)
+        if not carried_out:
             raise Deposed("another coordinator has taken over, or the lease has ended")
+        self.error = None
+        if operations:
+            self._newest = tag
+
+    async def _is_newest(self, tag: bytes) -> bool:
+        """Whether an earlier try was carried out, and this process still leads."""
+        leader, newest = await self._etcd.get(self._leader), await self._etcd.get(self._key("newest"))
+        leads = leader is not None and leader.created == self._created
+        return leads and newest is not None and newest.value == tag
 
     async def _compact(self) -> None:
         before = self._etcd.revision
@@ -419,6 +441,8 @@ class LeaderStore(Database):
     async def _read(self, *, settle: bool = True) -> None:
         """Read all keys as of one moment; ``settle``: complete or discard in etcd what a leader has staged."""
         found = {each.key: (each.created, each.value) for each in await self._etcd.all(self._prefix)}
+        newest = found.get(self._key("newest"))
+        self._newest = None if newest is None else newest[1]
         staged = [found[key][1] for key in sorted(found) if key.startswith(self._key("staged", ""))]
         if self._key("whole") in found:
             for part in staged:
