@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import pytest
 from coordinator.driver import World, members, running, settle, started
 from coordinator.fake_agent import FakeAgent
 
@@ -114,6 +115,17 @@ def test_versions_staged_before_workers_differed_are_not_offered() -> None:
     about = {"kind": "parameters_differ", "cause": "x", "phase": "step", "step": 5, "at": 1.0, "details": {}}
     a.say(wire.ErrorReport(worker=a.worker(), ends=True, **about))
     assert offered(a, b) == []
+
+
+@pytest.mark.parametrize("kind", ["silent_data_corruption", "ecc_error"])
+def test_versions_staged_before_a_wrong_gradient_was_found_are_doubted(kind: str) -> None:
+    """Parts may come from the wrong rank."""
+    world = World()
+    a, _ = running(world, 2)
+    epoch = world.task("t").number
+    about = {"kind": kind, "cause": "x", "phase": "step", "step": 5, "at": 1.0, "details": {}}
+    a.say(wire.ErrorReport(worker=a.worker(), ends=True, **about))
+    assert world.task("t").memory.doubted == (epoch if kind == "silent_data_corruption" else 0)
 
 
 def partners(world: World) -> dict[str, str]:
