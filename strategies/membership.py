@@ -268,7 +268,7 @@ class Membership:
 
     def beside(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> bytes:
         """Encode the state that a checkpoint of this moment leaves out."""
-        strategy, known = self._strategy, dict.fromkeys((*self._kept, *callbacks.kept_paths(trainer)))
+        strategy, known = self._strategy, dict.fromkeys((*self._kept, *callbacks.replaceable_paths(trainer)))
         self._kept = [*known][-_KEPT:]
         found = join_state.beside(trainer, checkpoint, strategy.agreed, strategy.seed, strategy.session.fits)
         return codec.encode({**found, **strategy.parallelism.state(trainer), "kept": self._kept})

@@ -77,6 +77,16 @@ def kept_paths(trainer: pl.Trainer) -> list[str]:
     return [*dict.fromkeys(found)]
 
 
+def replaceable_paths(trainer: pl.Trainer) -> list[str]:
+    """Return the checkpoints that callbacks will remove once they have written others.
+
+    With ``save_top_k=-1`` they remove none, except the one of ``save_last``.
+    """
+    savers = _of(trainer, ModelCheckpoint)
+    found = ((*(() if saver.save_top_k == -1 else _best(saver)), saver.last_model_path) for saver in savers)
+    return [*dict.fromkeys(path for paths in found for path in paths if path)]
+
+
 def note_saved(trainer: pl.Trainer, path: str, known: Sequence[str]) -> None:
     """Have the callback that has written a checkpoint know so, and remove what it would have removed then.
 
@@ -85,7 +95,7 @@ def note_saved(trainer: pl.Trainer, path: str, known: Sequence[str]) -> None:
     Args:
         trainer: has resumed from the checkpoint.
         path: of the checkpoint.
-        known: checkpoints that callbacks have kept up to that moment.
+        known: checkpoints of up to that moment that callbacks replace, see `replaceable_paths`.
     """
     kept = kept_paths(trainer)
     for saver in _of(trainer, ModelCheckpoint):

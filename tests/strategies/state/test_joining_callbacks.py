@@ -49,6 +49,24 @@ def test_a_finder_without_an_attribute_has_nothing_to_hand_over(tmp_path: Path) 
     assert callbacks.state(trainer(tmp_path, 0.1, LearningRateFinder(update_attr=False)))["rates"] == []
 
 
+def test_a_new_life_removes_what_the_one_before_would_have_replaced(tmp_path: Path) -> None:
+    """After the checkpoint from which it resumes; never one of a callback that keeps all."""
+    made = trainer(tmp_path, 0.1)
+    all_of, newest = (ModelCheckpoint(tmp_path, save_top_k=number) for number in (-1, 1))
+    made.callbacks = [all_of, newest]  # type: ignore[attr-defined]
+    known: list[str] = []
+    for step in range(3):
+        for saver, name in ((all_of, "all"), (newest, "newest")):
+            saver.best_model_path = str(tmp_path / f"{name}-{step}.ckpt")
+            Path(saver.best_model_path).touch()
+            if step < 2:
+                known += callbacks.replaceable_paths(made)
+    callbacks.note_saved(made, str(tmp_path / "newest-2.ckpt"), known)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [
+        *("all-0.ckpt", "all-1.ckpt", "all-2.ckpt", "newest-2.ckpt")
+    ]
+
+
 def test_a_joiner_does_not_search(tmp_path: Path) -> None:
     made = trainer(tmp_path, 0.1, Searching())
     (finder,) = (each for each in made.callbacks if isinstance(each, Searching))  # type: ignore[attr-defined]
