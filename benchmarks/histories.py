@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 
 class Order(NamedTuple):
-    """A job that a client has submitted; ``confirmed``: the answer said so."""
+    """A job that a client has submitted; ``confirmed``: the answer confirmed it."""
 
     name: str
     confirmed: bool

@@ -2,7 +2,7 @@
 
     python benchmarks/store_commits.py --agents 100 --writes 300
 
-A write has the state of one task with so many agents, each with a worker, and two events, as a recovery
+A write has the state of one task with that number of agents, each with a worker, and two events, as a recovery
 writes them. Printed are the bytes, and the time from the decision until what follows may be sent.
 """
 
@@ -31,7 +31,7 @@ from unicron_lightning.coordinator.storage import Database, Store
 
 
 def task_of(agents: int) -> state.Task:
-    """Return a task that trains with so many agents."""
+    """Return a task that trains with this number of agents."""
     world, _ = started(4)
     task = json.loads(state.encode(world.task()))
     for table in ("agents", "workers"):

@@ -38,7 +38,7 @@ def retry_delay(most: float) -> float:
 
 
 def longest_retry(url: str) -> float:
-    """Return the longest delay between two attempts [s]: shorter with several coordinators, of which one soon leads."""
+    """Return the longest delay between two attempts [s]: shorter with several coordinators, as one soon leads."""
     return _LAST_OF_SEVERAL_SECONDS if "," in urlsplit(url).netloc else LAST_RETRY_SECONDS
 
 

@@ -99,6 +99,10 @@ class DefaultGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return what torch, from 2.14 on, asks whether it sends messages in one batch: this does not."""
+        return self
+
     @property
     def bound_device_id(self) -> None:
         return None

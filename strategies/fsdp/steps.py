@@ -146,7 +146,7 @@ def _gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def clipped(trainer: pl.Trainer, norm: Callable[[], float], gradient: Tensor) -> Tensor:
-    """Return a part of a gradient, clipped as the trainer says.
+    """Return a part of a gradient, clipped as the trainer's options state.
 
     Args:
         trainer: of the run.

@@ -352,9 +352,11 @@ def check_witness(every: int, config: Any) -> None:
         ConfigError: naming the setting.
     """
     if every:
-        experts = getattr(config, "num_moe_experts", None)
-        reason = "repeating a row would count its tokens for the experts' balance again"
-        _refuse_beside(f"witness_every={every}", "num_moe_experts", experts, (None,), reason)
+        for name, reason in (
+            ("num_moe_experts", "repeating a row would count its tokens for the experts' balance again"),
+            ("virtual_pipeline_model_parallel_size", "the interleaved schedule cannot run a single row"),
+        ):
+            _refuse_beside(f"witness_every={every}", name, getattr(config, name, None), (None,), reason)
 
 
 _SLICED = "TP slices the experts, too"

@@ -63,10 +63,12 @@ def test_a_failure_in_a_row_alone_leaves_the_sums_of_completed_calls(nested: boo
     assert sums.tolist() == [1.0, 2.0]
 
 
-def test_experts_beside_a_witness_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"num_moe_experts=4 with witness_every=3: .*; expected None"):
-        check_witness(3, SimpleNamespace(num_moe_experts=4))
-    check_witness(0, SimpleNamespace(num_moe_experts=4))
+@pytest.mark.parametrize("setting", ["num_moe_experts", "virtual_pipeline_model_parallel_size"])
+def test_models_without_rows_that_others_can_repeat_are_refused(setting: str) -> None:
+    config = SimpleNamespace(**{setting: 2})
+    with pytest.raises(ConfigError, match=rf"{setting}=2 with witness_every=3: .*; expected None"):
+        check_witness(3, config)
+    check_witness(0, config)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,12 @@ def test_experts_beside_a_witness_are_refused() -> None:
             marks=pytest.mark.chaos,
         ),
         pytest.param({"pp": 2, **ZERO1}, 0, "gradient", marks=pytest.mark.chaos),
+        pytest.param(
+            {"cp": 2, "toy": {"double": True, "dropout": 0.1, "layers": 2}, "optimizer": {"clip_grad": 0.0}},
+            1,
+            "gradient",
+            marks=pytest.mark.chaos,
+        ),
     ],
 )
 def test_a_wrong_replica_never_enters_a_step(
@@ -88,7 +96,7 @@ def test_a_wrong_replica_never_enters_a_step(
 ) -> None:
     """The nodes of its workers are cordoned; the others end as a run without the fault does."""
     model = {**MODEL, **different}
-    replicas, size = model["dp"], model["tp"] * model["pp"]
+    replicas, size = model["dp"], model["tp"] * model["pp"] * model.get("cp", 1)
     wrong, number = replicas - 1, replicas * size
     settings = {**model, "steps": 6, "finish": True, "witness": 2, "flips": [wrong, shard, kind]}
     settings = {**settings, "full": number, "slow": 5.0}
@@ -101,4 +109,4 @@ def test_a_wrong_replica_never_enters_a_step(
     before = [note for note in notes(tmp_path, "step") if note["step"] == step - 2 and note["replica"] == wrong]
     assert right == step - 2 and len(before) == size
     assert cordoned == {note["node"] for note in before} == {each["node"] for each in suspects}
-    check(tmp_path, model, worlds, 0.0 if replicas == 2 else 1e-9, replicas=wrong)
+    check(tmp_path, model, worlds, 1e-9 if model["toy"].get("double") else 0.0, replicas=wrong)

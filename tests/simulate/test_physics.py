@@ -223,6 +223,14 @@ def test_a_failure_without_the_coordinator_waits_for_it() -> None:
     assert one("torchft", DIES, outages=((900.0, 2000.0),)).accumulated_waf == one("torchft", DIES).accumulated_waf
 
 
+def test_a_coordinator_that_is_lost_for_good_leaves_tasks_that_fail_waiting() -> None:
+    config = TraceConfig(name="c", days=100.0, coordinator=CoordinatorFaults(mtbf_hours=24.0, minutes=None))
+    [(begin, end)] = generate(config, CLUSTER, 0).coordinator_outages
+    assert 0 < begin < end == 100 * 86400
+    gone = one("unicron", DIES, outages=((900.0, float(SECONDS)),))
+    assert waf_at(gone, SECONDS - 1) == 0.0 and gone.accumulated_waf == pytest.approx(24 * 1003.0, rel=0.02)
+
+
 def test_outages_of_the_coordinator_have_a_rate() -> None:
     config = TraceConfig(name="c", days=100.0, coordinator=CoordinatorFaults(mtbf_hours=24.0, minutes=30.0))
     outages = generate(config, CLUSTER, 0).coordinator_outages

@@ -420,7 +420,7 @@ def run_threads(coordinator: Coordinator, programs: Sequence[tuple[str, Callable
             died = False
         except (Killed, TaskIsOver) as end:
             results[name] = end
-        except BaseException as error:  # noqa: BLE001 - told by the main thread
+        except BaseException as error:  # noqa: BLE001 - reported by the main thread
             results[name] = error
         coordinator.left(name, died)
 

@@ -152,7 +152,7 @@ class AgentOptions:
     coordinator_port: int
     """Of the first coordinator."""
     others: tuple[tuple[str, int], ...] = ()
-    """Hosts and ports of further coordinators, of which one leads."""
+    """Hosts and ports of further coordinators; one of all leads."""
     embedded: bool
     """Whether this agent may start the coordinator: the only endpoint names this machine, and the user did not forbid
     it.

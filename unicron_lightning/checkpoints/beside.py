@@ -262,7 +262,7 @@ class CheckpointsBeside(ABC):
     # ---- parts of a save
 
     def _agree(self) -> _VersionAgreement:
-        """Agree on the writers of a version, and tell joiners which checkpoints are to be removed.
+        """Agree on the writers of a version, and notify joiners which checkpoints are to be removed.
 
         A failure may be known to some members only. The result of an operation is the same on all.
         """

@@ -36,7 +36,7 @@ _SIMPLE: Final = (bool, int, float, str, type(None))
 _LONGEST_KEY: Final = 200
 _MOST_KNOWN: Final = 1000
 _known: Final[dict[str, bytes]] = {}
-"""What torch.save writes for simple values, by their representations, which tell 1 from 1.0 and True."""
+"""What torch.save writes for simple values, by their representations, which distinguish 1 from 1.0 and True."""
 
 
 @dataclass(frozen=True)

@@ -347,7 +347,7 @@ class TlsDoor:
             if first:
                 await asyncio.wait_for(_refuse(connection), _GOODBYE_SECONDS)
         except (OSError, asyncio.TimeoutError):
-            pass  # it has closed, said nothing, or can't be agreed with: not worth a line each
+            pass  # it has closed, sent nothing, or can't be agreed with: not worth a line each
         connection.close()
 
 

@@ -297,7 +297,7 @@ class StoreConfig:
     """Group ``store``: data that outlives the process."""
 
     kind: str = "sqlite"
-    """``sqlite``: a database in ``state_dir``; ``etcd``: keys in etcd, for several coordinators of which one leads."""
+    """``sqlite``: a database in ``state_dir``; ``etcd``: keys in etcd, for several coordinators with one leader."""
     state_dir: str | None = None
     """Directory for the state; default $UNICRON_STATE_DIR or <tempdir>/unicron-<uid>/<host>-<port>."""
     events_kept: int = 100_000

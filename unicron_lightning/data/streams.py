@@ -334,7 +334,7 @@ class StreamEnds:
         self.epoch, self.known, self.found, self.taken = epoch, dict(ends), {}, {}
 
     def news(self) -> dict[str, Any] | None:
-        """Return what this worker has to tell the other ranks, as plain data; None for nothing."""
+        """Return this worker's report to the other ranks, as plain data; None for nothing."""
         if not self.found and not self.taken:
             return None
         return {"ends": self.found, "states": _plain(self.taken)}

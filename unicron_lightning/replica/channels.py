@@ -339,6 +339,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     getBackendName = name  # noqa: N815 - the name that C++ calls on a Python group
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return what torch, from 2.14 on, asks whether it sends messages in one batch: this does not."""
+        return self
+
     def reduce_scatter_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any) -> ReduceScatter:
         """Start several reduce-scatters at once."""
         summing = dist.AllreduceOptions()

@@ -197,11 +197,12 @@ class CoordinatorFaults:
 
     mtbf_hours: float
     """Mean hours between two failures."""
-    minutes: float = 1.0
-    """Time until another one has read its stored state."""
+    minutes: float | None = 1.0
+    """Time until another one has read its stored state; null: that is lost, and the first failure is for good."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "mtbf_hours", "minutes", above=0, error=ConfigError)
+        timed = () if self.minutes is None else ("minutes",)
+        check_numbers(self, "mtbf_hours", *timed, above=0, error=ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -491,7 +492,7 @@ def _outages(config: CoordinatorFaults | None, seconds: float, seed: int) -> Ite
     random = np.random.default_rng([seed, zlib.crc32(b"coordinator")])
     end = 0.0
     while (begin := end + float(random.exponential(config.mtbf_hours * HOUR))) < seconds:
-        end = begin + config.minutes * 60.0
+        end = seconds if config.minutes is None else begin + config.minutes * 60.0
         yield round(begin, 6), round(end, 6)
 
 

@@ -391,7 +391,7 @@ class SimTraining:
         if self._version == version and not self.over:
             self._resumes()
 
-    # ---- what the coordinator says
+    # ---- messages of the coordinator
 
     def epoch_for(self, agent: SimAgent, epoch: wire.Epoch) -> None:
         """Deliver an epoch to one of its agents."""

@@ -79,7 +79,8 @@ def test_a_step_loads_and_computes_for_the_detection_of_hangs() -> None:
 
 def test_samples_are_to_make_whole_micro_batches_of_all_replicas() -> None:
     model = SimpleNamespace(micro_batch_size=0)
-    strategy, member = SimpleNamespace(shape=StepShape(devices=2, accumulation=3)), SimpleNamespace(model=model)
+    shape, witness = StepShape(devices=2, accumulation=3), SimpleNamespace(check_data=lambda data: None)
+    strategy, member = SimpleNamespace(shape=shape, witness=witness), SimpleNamespace(model=model)
     grid: Any = SimpleNamespace(strategy=strategy, member=member)
     StageSteps(grid, Divergence(0, "heal")).check_data(DataLoader(range(8), batch_size=2))  # type: ignore[arg-type]
     assert model.micro_batch_size == 2

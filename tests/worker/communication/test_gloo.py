@@ -51,7 +51,7 @@ def in_threads(server: dist.TCPStore, world: int, body: Callable[[EpochCollectiv
             finally:
                 done.wait(20)
                 communicator.close()
-        except Exception as error:  # noqa: BLE001 - told by the main thread
+        except Exception as error:  # noqa: BLE001 - reported by the main thread
             results[rank] = error
             done.abort()
 

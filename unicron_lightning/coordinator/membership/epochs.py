@@ -271,7 +271,7 @@ def _await_pause(task: Task, turn: Turn) -> None:
 
 
 def keep_running(task: Task, turn: Turn) -> None:
-    """The plan gives a pausing task places again: it continues, unless its members have been told to save."""
+    """The plan gives a pausing task places again: it continues, unless its members have the order to save."""
     if task.pausing and task.pause_reason == "plan" and (task.epoch is None or task.epoch.kind != "pause"):
         lifecycle.move(task, pausing=False)
         turn.cancel("pause", task=task.id)
@@ -633,7 +633,7 @@ def _rebuild_due(task: Task, turn: Turn) -> None:
 
 
 def _begun(task: Task, reported: list[Worker], newest: int) -> int:
-    """Return the newest epoch in which members may have computed; ``newest`` if an agent has not told."""
+    """Return the newest epoch in which members may have computed; ``newest`` if an agent has not reported."""
     went = [task.agents[worker.agent].went for worker in reported]
     return newest if 0 in went else min(newest, max(went))
 

@@ -98,7 +98,7 @@ class LinkSession:
         return next((rank for rank, known in self.links.items() if known is link), None)
 
     def use(self, rank: int, link: Link) -> None:
-        """Use a link in this epoch, and tell the other end."""
+        """Use a link in this epoch, and notify the other end."""
         self.links[rank] = link
         link.send(Header(RESUME, self.epoch.number))
 
