@@ -65,13 +65,21 @@ async def test_the_coordinator_that_listens_answers(tmp_path: Path, silent: str)
 
 async def test_an_order_is_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = http.client.HTTPConnection.request
+    ordered: list[http.client.HTTPConnection] = []
 
-    def unanswered(self: http.client.HTTPConnection, method: str, *words: Any, **options: Any) -> None:
+    def order(self: http.client.HTTPConnection, method: str, *words: Any, **options: Any) -> None:
         request(self, method, *words, **options)
         if method == "POST":
-            self.sock.shutdown(socket.SHUT_RD)
+            ordered.append(self)
 
-    monkeypatch.setattr(http.client.HTTPConnection, "request", unanswered)
+    def answer(self: http.client.HTTPConnection) -> http.client.HTTPResponse:
+        if self in ordered:
+            raise ConnectionResetError("the answer is lost")
+        return receive(self)
+
+    receive = http.client.HTTPConnection.getresponse
+    monkeypatch.setattr(http.client.HTTPConnection, "request", order)
+    monkeypatch.setattr(http.client.HTTPConnection, "getresponse", answer)
     async with serving(tmp_path / "a") as (first, _), serving(tmp_path / "b") as (second, _):
         places = [url.removeprefix("http://") for url in (first, second)]
         job = {"name": "j", "command": ["true"], "min_nodes": 1, "max_nodes": 1}

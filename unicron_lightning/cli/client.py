@@ -141,18 +141,26 @@ def request(endpoint: str, method: str, target: str, access: Access, body: bytes
         CoordinatorUnproven: the process that answers does not know the token.
     """
     failed: list[CoordinatorUnavailable] = []
-    for host, port in parse_endpoints(endpoint):
-        sent: list[str] = []
-        try:
-            return _request_of(endpoint_of(host, port), method, target, access, body, sent)
-        except CoordinatorUnavailable as error:
-            failed.append(error)
-            if method != "GET" and sent:
-                raise
+    try:
+        for host, port in parse_endpoints(endpoint):
+            sent: list[str] = []
+            try:
+                return _request_of(endpoint_of(host, port), method, target, access, body, sent)
+            except CoordinatorUnavailable as error:
+                failed.append(error)
+                if method != "GET" and sent:
+                    raise
+        raise _reason_of(failed)
+    finally:
+        failed.clear()  # an error's traceback has this frame: the cycle would keep the connection's socket
+
+
+def _reason_of(failed: list[CoordinatorUnavailable]) -> CoordinatorUnavailable:
+    """Return the error for endpoints of which none has answered."""
     unproven = [error for error in failed if isinstance(error, CoordinatorUnproven)]
     if len(failed) == 1 or unproven:
-        raise (unproven or failed)[0]
-    raise CoordinatorUnavailable("; ".join(str(error) for error in failed))
+        return (unproven or failed)[0]
+    return CoordinatorUnavailable("; ".join(str(error) for error in failed))
 
 
 def answering_endpoint(endpoint: str, access: Access) -> str:
