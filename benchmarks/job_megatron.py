@@ -33,7 +33,17 @@ MICRO_BATCH = 4
 SHARE = 4
 """Micro-batches of a replica in a step."""
 SETTINGS: dict[str, int] = json.loads((Path(sys.argv[1]) / "settings.json").read_text())
-OPTIONS = toy.Toy(layers=SETTINGS["layers"], hidden=SETTINGS["hidden"], heads=4, length=64)
+LANES = SETTINGS["dp"] * SETTINGS["ep"]
+"""Workers that compute different micro-batches at a time."""
+EXPERTS = 2 * SETTINGS["ep"] if SETTINGS["ep"] > 1 else 0
+OPTIONS = toy.Toy(
+    layers=SETTINGS["layers"],
+    hidden=SETTINGS["hidden"],
+    heads=4,
+    length=64,
+    experts=EXPERTS,
+    sequence_parallel=EXPERTS > 0 and SETTINGS["tp"] > 1,
+)
 ADAM = OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=1.0)
 WARM_UP = 2
 """Steps at the start of a segment that are not counted."""
@@ -142,9 +152,11 @@ def main() -> None:
     parallel = {"tensor_model_parallel_size": SETTINGS["tp"], "pipeline_model_parallel_size": SETTINGS["pp"]}
     if SETTINGS["cp"] > 1:
         parallel["context_parallel_size"] = SETTINGS["cp"]
+    if SETTINGS["ep"] > 1:
+        parallel["expert_model_parallel_size"] = SETTINGS["ep"]
     if SETTINGS["vpp"] > 1:
         parallel["virtual_pipeline_model_parallel_size"] = SETTINGS["vpp"]
-    turns = Turns(SETTINGS["steps"], SETTINGS["dp"], parallel)
+    turns = Turns(SETTINGS["steps"], LANES, parallel)
     strategy = UnicronMegatronStrategy(**parallel)
     trainer = pl.Trainer(
         strategy=strategy,
@@ -161,7 +173,7 @@ def main() -> None:
     )
     trainer.fit(Gpt(parallel), DataLoader(toy.Text(OPTIONS.length), batch_size=MICRO_BATCH, drop_last=True))
     if strategy.is_global_zero:
-        tokens = SETTINGS["dp"] * SHARE * MICRO_BATCH * OPTIONS.length
+        tokens = LANES * SHARE * MICRO_BATCH * OPTIONS.length
         (folder / "times.json").write_text(json.dumps([tokens, turns.ours, turns.plain]))
 
 

@@ -1,6 +1,6 @@
 """Measure the strategy's failure-free cost for a Megatron model: tokens per second against a plain megatron-core loop.
 
-    python benchmarks/megatron_overhead.py [--tp 1] [--cp 1] [--pp 2] [--vpp 1] [--dp 2] [--pairs 10] ...
+    python benchmarks/megatron_overhead.py [--tp 1] [--cp 1] [--ep 1] [--pp 2] [--vpp 1] [--dp 2] [--pairs 10] ...
 
 The same processes alternate between some steps of `Trainer.fit` under ``unicron_megatron`` and as many of the loop of
 Megatron's examples, over a second model of the same sizes and the same process groups. Other load on the machine thus
@@ -24,6 +24,7 @@ JOB = Path(__file__).resolve().parent / "job_megatron.py"
 SIZES = (
     ("tp", 1),
     ("cp", 1),
+    ("ep", 1),
     ("pp", 2),
     ("vpp", 1),
     ("dp", 2),
@@ -40,7 +41,7 @@ def main() -> None:
     for name, value in SIZES:
         parser.add_argument(f"--{name}", type=int, default=value)
     arguments = vars(parser.parse_args())
-    workers = arguments["tp"] * arguments["cp"] * arguments["pp"] * arguments["dp"]
+    workers = arguments["tp"] * arguments["cp"] * arguments["ep"] * arguments["pp"] * arguments["dp"]
     with tempfile.TemporaryDirectory(prefix="megatron-") as name:
         folder = Path(name)
         settings = {**arguments, "workers": workers}
@@ -49,7 +50,7 @@ def main() -> None:
             cluster.wait_end()
         tokens, ours, plain = json.loads((folder / "times.json").read_text())
     fast, base = tokens / statistics.median(ours), tokens / statistics.median(plain)
-    sizes = " ".join(f"{name.upper()}={arguments[name]}" for name in ("tp", "cp", "pp", "vpp", "dp"))
+    sizes = " ".join(f"{name.upper()}={arguments[name]}" for name in ("tp", "cp", "ep", "pp", "vpp", "dp"))
     print(f"{sizes}, {len(ours)} steps each")
     print(f"tokens/s of plain megatron-core: {base:.0f}; under unicron_megatron: {fast:.0f}; ratio {fast / base:.3f}")
 

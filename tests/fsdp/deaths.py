@@ -265,10 +265,10 @@ class Worker:
         return net
 
     def _late(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
             if self.engine.step == STEPS and self.rank in self.task.drawn.late:
                 raise Killed
-            return exchange(*args)
+            return exchange(*args, **options)
 
         return run
 
