@@ -76,6 +76,10 @@ ELSEWHERE: Final = {
     "prometheus ": "needs Prometheus: test_scrape",
     "make gpu": "needs a GPU",
     "torchrun --rdzv-backend unicron --rdzv-endpoint HOST:PORT": "states the form of a daemon's command",
+    "torchrun --rdzv-backend unicron --rdzv-endpoint a:29461,b:29461": "two coordinators: test_endpoints",
+    "unicron agent --endpoint a:29461,b:29461": "two coordinators: test_endpoints",
+    "unicron state export state.json store=etcd": "needs etcd: test_transfer",
+    "unicron state import state.json store=etcd": "needs etcd: test_transfer",
 }
 """Beginnings of commands that cannot run here, with the reasons."""
 
@@ -99,6 +103,9 @@ ALONE: Final = {
     "unicron coordinator --config-dir DIR": Run(add="--cfg job"),
     "unicron coordinator 'health.patterns": Run(add="--cfg job", says="lustre.*evicted"),
     "unicron coordinator 'coordinator.hook=": Run(add="--cfg job", says="/opt/notify.sh"),
+    "unicron state export state.json store.state_dir=": Run(
+        replace=(("/var/lib/unicron/state", "state"),), status=2, says="expected the database of a coordinator"
+    ),
     "unicron plan --example": Run(),
     "unicron plan cluster.yaml": Run(),
     "eval ": Run(),
