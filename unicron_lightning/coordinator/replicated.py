@@ -86,6 +86,8 @@ class LeaderStore(Database):
         failed: whether the reason of the end is one that the next leader would meet as well.
     """
 
+    defers = True
+
     def __init__(
         self, client: etcd.Etcd, prefix: str, address: str, *, lease_seconds: int = 3, compact_seconds: float = 300.0,
         events_kept: int = EVENTS_KEPT,
@@ -272,36 +274,32 @@ class LeaderStore(Database):
         """Write everything in the copy, and, once `when_durable` asks for it, in one transaction of etcd."""
         save, forget = list(save), list(forget)
         super().write(save=save, forget=forget, events=events, lasting=lasting)
-        for task in save:
-            self._changes[self._key("tasks", task.id)] = state.encode(task)
-        for name in forget:
-            self._changes[self._key("tasks", name)] = None
-        if lasting is not None:
-            self._changes[self._key("lasting")] = state.encode(lasting)
-        self._note_events()
-        self._more.set()
+        self._note((*(task.id for task in save), *forget), lasting=lasting is not None)
 
     @override
     def _leave_out(self, table: str, task_id: str | None, blob: bytes, reason: str) -> None:
         """Set an unreadable value aside."""
         super()._leave_out(table, task_id, blob, reason)
-        self._changes[self._key("lasting") if task_id is None else self._key("tasks", task_id)] = None
-        about = {"at": time.time(), "reason": reason, "state": base64.b64encode(blob).decode()}
-        self._changes[self._key("unreadable", task_id or table)] = json.dumps(about).encode()
-        self._note_events()
-        self._more.set()
+        self._changes[self._key("unreadable", task_id or table)] = _set_aside(time.time(), reason, blob)
+        self._note([] if task_id is None else [task_id], lasting=task_id is None)
 
     @override
     def replace(self, write: Callable[[sqlite3.Connection], None]) -> None:
         """Have a function fill the copy, and write all of it."""
         super().replace(write)
-        for name, blob in self._db.execute("SELECT id, state FROM tasks ORDER BY rowid"):
-            self._changes[self._key("tasks", name)] = blob
-        for (blob,) in self._db.execute("SELECT state FROM lasting"):
-            self._changes[self._key("lasting")] = blob
-        for name, at, reason, blob in self._db.execute("SELECT id, at, reason, state FROM unreadable"):
-            about = {"at": at, "reason": reason, "state": base64.b64encode(blob).decode()}
-            self._changes[self._key("unreadable", name)] = json.dumps(about).encode()
+        for name, *about in self._db.execute("SELECT id, at, reason, state FROM unreadable"):
+            self._changes[self._key("unreadable", name)] = _set_aside(*about)
+        self._note([name for (name,) in self._db.execute("SELECT id FROM tasks ORDER BY rowid")], lasting=True)
+
+    def _note(self, tasks: Iterable[str], *, lasting: bool) -> None:
+        """Add what the copy has of these tasks, of the lasting state if asked for, and of new events to the changes."""
+        kept: list[tuple[str, str, tuple[str, ...]]] = []
+        kept += [(self._key("tasks", name), "tasks WHERE id = ?", (name,)) for name in tasks]
+        if lasting:
+            kept.append((self._key("lasting"), "lasting", ()))
+        for key, rows, values in kept:
+            row = self._db.execute(f"SELECT state FROM {rows}", values).fetchone()
+            self._changes[key] = None if row is None else row[0]
         self._note_events()
         self._more.set()
 
@@ -482,6 +480,11 @@ class LeaderStore(Database):
             self._logged = rows[-1][0]
         self._db.execute("COMMIT")
         self._log.recount()
+
+
+def _set_aside(at: float, reason: str, blob: bytes) -> bytes:
+    """Encode an unreadable value with the reason."""
+    return json.dumps({"at": at, "reason": reason, "state": base64.b64encode(blob).decode()}).encode()
 
 
 def _operation(key: str, value: bytes | None) -> dict[str, Any]:

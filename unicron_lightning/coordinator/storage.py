@@ -323,8 +323,11 @@ class Database(StoredState):
 
     Attributes:
         corrupt: new name of a corrupt database that was set aside, or None.
+        defers: whether `when_durable` calls the function later.
         error: reason why a write has not succeeded yet, if writes are repeated here; None if none waits.
     """
+
+    defers = False
 
     def __init__(self, database: sqlite3.Connection, events_kept: int, *, event_bytes: int = _EVENT_BYTES_KEPT) -> None:
         super().__init__(database)

@@ -319,7 +319,8 @@ class Server:
         began = time.monotonic()
         self._saving.write(batch)  # a full disk must not stop recovery: unwritten decisions are kept
         self._rests_until = time.monotonic() + min(time.monotonic() - began, _MOST_REST_SECONDS)
-        batch.encode()
+        if self.store.defers:
+            batch.encode()
         self.store.when_durable(lambda: self._carry_out(batch), fenced=batch.acts())
 
     def _carry_out(self, batch: Batch) -> None:
