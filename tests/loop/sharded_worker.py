@@ -116,7 +116,8 @@ class Average:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with another's average, or with this worker's part of that of a whole model."""
         for name, each in state.items():
-            rows = slice(None) if each.shape == self.values[name].shape else self._rows(name)
+            whole = self._model.get_parameter(name).shape  # a joiner's shard may be another one than it began with
+            rows = self._rows(name) if each.shape == whole else slice(None)
             self.values[name] = each[rows].clone()
 
     def _rows(self, name: str) -> slice:
