@@ -20,12 +20,19 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(300), pytest.mark.usefixtu
 COMMANDS = documented()
 TRAIN = """
 import sys
+import time
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 steps = int(sys.argv[2]) if sys.argv[1:2] == ["--max-steps"] else 2
-quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+
+class Paced(pl.Callback):
+    def on_train_batch_end(self, *_):
+        time.sleep(0.05)  # commands run beside a long training
+
+paced = [Paced()] if steps > 1000 else []
+quiet = {"callbacks": paced, "logger": False, "enable_checkpointing": False, "enable_model_summary": False}
 trainer = pl.Trainer(strategy="unicron", accelerator="cpu", devices=1, max_epochs=-1, max_steps=steps, **quiet)
 trainer.fit(BoringModel())
 print(f"finished {trainer.global_step} steps")

@@ -148,6 +148,7 @@ def predict(name: str, strategy: Any, folder: Path, fits: bool = False) -> dict[
 
 def main() -> None:
     strategy, out, *names = sys.argv[1:]
+    Path(out).mkdir(exist_ok=True)
     for name in names:
         result = predict(name, strategy, Path(out), fits=name == "several")
         torch.save(result, Path(out) / f"{name}-{os.environ['RANK']}.pt")

@@ -24,8 +24,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
-    launch_reference("predicting.py", folder, predicting.CASES, folder)
-    return folder
+    launch_reference("predicting.py", folder, predicting.CASES, folder / "out")
+    return folder / "out"
 
 
 @pytest.fixture(scope="module")
