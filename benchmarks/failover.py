@@ -1,15 +1,21 @@
-"""Strike coordinators, members of etcd and workers of a real training at random, then check every history.
+"""Strike coordinators, members of etcd, their links and workers of a real training at random, then check histories.
 
 Two coordinators with `store=etcd` on three members of etcd, three agents with one worker each, and a client that
-submits jobs. Strikes: the leader is killed, or stopped for 20 s and woken, or the stand-by is killed; one member of
-etcd is killed, or two for some seconds; with or without a worker at the same time. What was killed starts again.
-At the end `histories` checks the log, the orders and the workers' steps, and the training must equal one without
-failures.
+submits jobs. Each coordinator reaches each member by a link of its own, and agents, workers and the client reach each
+coordinator by one; a link that is cut is silent and closes no connection. Strikes:
+
+- the leader is killed, or stopped for 6 to 20 s and woken; the stand-by is killed; both are;
+- one member of etcd is killed, or two for some seconds, or one is slow: stopped for 1.9 of every 2 s;
+- the leader is cut from etcd, from agents, or from both, for 8 s;
+
+at the same time a worker is killed, or an agent with its worker, whose node joins again, or a node is drained and
+used again, or nothing happens. What was killed starts again. At the end `histories` checks the log, the orders and the
+workers' steps, and the training must equal one without failures.
 
     python benchmarks/failover.py --faults 20 --seed 1
 
 Each strike is printed with the time until a coordinator answers, and until a worker finishes a step in a new world if
-one was killed.
+it has to.
 """
 
 from __future__ import annotations
@@ -21,6 +27,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,31 +41,67 @@ from system.judge import Reference, check_exact
 from typing_extensions import override
 
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
+from unicron_lightning.local_cluster.cluster import Proxy
 from unicron_lightning.local_cluster.processes import free_port, kill, tied, until
 
-AGENTS = 3
+AGENTS, MEMBERS, COORDINATORS = 3, 3, 2
 SHAPE = {"nodes": AGENTS, "full": AGENTS, "pace": 0.05, "slow": 0.1}
-STOPPED_SECONDS = 20.0
-STRIKES = ("kill leader", "stop leader", "kill stand-by", "kill member", "kill two members", "no coordinator")
+STOPPED_SECONDS = (20.0, 6.0, 10.0)
+CUT_SECONDS = 8.0
+STRIKES = (
+    "kill leader", "stop leader", "kill stand-by", "kill member", "kill two members", "no coordinator", "slow member",
+    "cut from etcd", "cut from agents", "cut from both",
+)  # fmt: skip
+BESIDE = ("worker", "worker", "agent", "drain", "")
 
 
 class Redundant(Cluster):
-    """A cluster with two coordinators."""
+    """A cluster with two coordinators, behind links."""
 
     def __init__(self, folder: Path, members: EtcdMembers) -> None:
-        self.ports = (free_port(), free_port())
+        self.ports = tuple(free_port() for _ in range(COORDINATORS))
         self.members = members
-        super().__init__(folder, agents=AGENTS, nodes=f"1:{AGENTS}", settings=SHAPE)
+        clients = [client for client, _ in members.ports]
+        self.to_etcd = [[Proxy(port) for port in clients] for _ in self.ports]
+        self.to_coordinators = [Proxy(port) for port in self.ports]
+        super().__init__(folder, agents=AGENTS, nodes=f"1:{AGENTS}", settings=SHAPE, conf="forwarded=true")
+        self.access = replace(self.access, forwarded=True)
 
     @property
     @override
     def endpoint(self) -> str:
-        return ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        return ",".join(f"127.0.0.1:{proxy.port}" for proxy in self.to_coordinators)
+
+    def links(self, number: int, kind: str) -> list[Proxy]:
+        """Return a coordinator's links that a strike cuts."""
+        to_etcd = self.to_etcd[number] if kind in ("cut from etcd", "cut from both") else []
+        return [*to_etcd, *(self.to_coordinators[number:][:1] if kind in ("cut from agents", "cut from both") else [])]
+
+    @override
+    def close(self, **options: Any) -> None:
+        proxies = [*self.to_coordinators, *(proxy for each in self.to_etcd for proxy in each)]
+        for proxy in proxies:
+            proxy.heal()
+        super().close(**options)
+        for proxy in proxies:
+            proxy.close()
+
+    def ordered(self, order: Callable[[str], None], node: str) -> None:
+        """Give an order, again until it is confirmed."""
+
+        def confirmed() -> bool:
+            try:
+                order(node)
+            except UnicronError:
+                return False
+            return True
+
+        until("an order", confirmed, 90)
 
     def start_one(self, number: int) -> None:
         """Start a coordinator that does not run, and wait until it leads or stands by."""
         words = [f"coordinator.port={self.ports[number]}", "store=etcd", f"store.state_dir={self.folder}/state{number}"]
-        words.append(f"store.endpoints=[{','.join(self.members.urls)}]")
+        words.append(f"store.endpoints=[{','.join(f'http://127.0.0.1:{each.port}' for each in self.to_etcd[number])}]")
         before = self.turns(number)
         self.processes.start(f"coordinator{number}", tied("unicron_lightning.coordinator", *words))
         until("a candidate", lambda: self.turns(number) > before, 60)
@@ -119,52 +163,106 @@ class Client:
         self._thread.join()
 
 
-def struck(cluster: Redundant, kind: str, *, worker: bool, chance: random.Random) -> dict[str, Any]:
-    """Strike, and wait until all is whole again; return what happened."""
-    world = cluster.wait_world(AGENTS, seconds=120)
-    leader = cluster.leader()
-    assert leader is not None
-    began, waking = time.time(), 0.0
-    killed: list[int] = []
-    if kind in ("kill leader", "no coordinator"):
-        kill(cluster.process(leader).pid, signal.SIGKILL)
-    if kind in ("kill stand-by", "no coordinator"):
-        kill(cluster.process(1 - leader).pid, signal.SIGKILL)
-    if kind == "stop leader":
-        kill(cluster.process(leader).pid, signal.SIGSTOP)
-        waking = time.monotonic() + STOPPED_SECONDS
-    if kind in ("kill member", "kill two members"):
-        killed = chance.sample(range(3), 2 if kind == "kill two members" else 1)
-        for member in killed:
-            cluster.members.kill(member)
-    if worker:
-        kill(chance.choice(world)["pid"], signal.SIGKILL)
-    if len(killed) == 2:
-        time.sleep(4)
-        cluster.members.start(killed.pop())
-    if kind == "no coordinator":
-        time.sleep(1)
-        cluster.start_one(0)
-    until(
-        "a leader", lambda: (found := cluster.leader()) is not None and (kind != "stop leader" or found != leader), 90
-    )
-    answers = time.time() - began
-    healed = None
-    if worker:
-        epoch = max(note["epoch"] for note in world)
-        until("a new world", lambda: any(n["epoch"] > epoch for n in cluster.newest_steps()), 90)
-        healed = min(n["at"] for n in cluster.newest_steps() if n["epoch"] > epoch) - began
-    if waking:
-        time.sleep(max(0.0, waking - time.monotonic()))
-        kill(cluster.process(leader).pid, signal.SIGCONT)
-    for number in range(2):
-        if cluster.process(number).poll() is not None:
-            cluster.start_one(number)
-    for member in killed:
-        cluster.members.start(member)
-    until("etcd", lambda: all(cluster.members.healthy(member) for member in range(3)), 60)
-    cluster.wait_world(AGENTS, after=time.time(), seconds=120)
-    return {"kind": kind, "worker": worker, "answers": round(answers, 2), "healed": healed and round(healed, 2)}
+class Strike:
+    """One strike, and the way back from it.
+
+    Args:
+        cluster: that is struck.
+        kind: of `STRIKES`.
+        beside: of `BESIDE`.
+        chance: decides about members and workers.
+    """
+
+    def __init__(self, cluster: Redundant, kind: str, beside: str, chance: random.Random) -> None:
+        self._cluster, self.kind, self.beside, self._chance = cluster, kind, beside, chance
+        self._killed: list[int] = []
+        self._drained: str | None = None
+        self._leader = 0
+
+    def run(self) -> dict[str, Any]:
+        """Strike, and wait until all is whole again; return what happened."""
+        cluster = self._cluster
+        world = cluster.wait_world(AGENTS, seconds=120)
+        until("a leader", lambda: cluster.leader() is not None, 90)
+        self._leader, began = cluster.leader() or 0, time.time()
+        self._strike()
+        self._strike_beside(world)
+        healing = threading.Thread(target=self._heal)
+        healing.start()
+        try:
+            if self.kind == "no coordinator":  # a process started by a thread would end with it
+                time.sleep(1)
+                cluster.start_one(0)
+            out = {None, self._leader} if self.kind in ("stop leader", "cut from etcd", "cut from both") else {None}
+            until("a leader", lambda: cluster.leader() not in out, 90)
+            answers, healed = time.time() - began, None
+            if self.beside in ("worker", "agent"):
+                epoch = max(note["epoch"] for note in world)
+                until("a new world", lambda: any(n["epoch"] > epoch for n in cluster.newest_steps()), 90)
+                healed = round(min(n["at"] for n in cluster.newest_steps() if n["epoch"] > epoch) - began, 2)
+        finally:
+            healing.join()
+        self._restore()
+        return {"kind": self.kind, "beside": self.beside, "answers": round(answers, 2), "healed": healed}
+
+    def _strike(self) -> None:
+        cluster, kind, leader = self._cluster, self.kind, self._leader
+        if kind in ("kill leader", "no coordinator"):
+            kill(cluster.process(leader).pid, signal.SIGKILL)
+        if kind in ("kill stand-by", "no coordinator"):
+            kill(cluster.process(1 - leader).pid, signal.SIGKILL)
+        if kind == "stop leader":
+            kill(cluster.process(leader).pid, signal.SIGSTOP)
+        if kind in ("kill member", "kill two members"):
+            self._killed = self._chance.sample(range(MEMBERS), 2 if kind == "kill two members" else 1)
+            for member in self._killed:
+                cluster.members.kill(member)
+        for proxy in cluster.links(leader, kind):
+            proxy.cut()
+
+    def _strike_beside(self, world: list[dict[str, Any]]) -> None:
+        cluster, victim = self._cluster, self._chance.choice(world)
+        if self.beside == "worker":
+            kill(victim["pid"], signal.SIGKILL)
+        if self.beside == "agent":
+            kill(cluster.agents[victim["node"]].pid, signal.SIGKILL)
+            cluster.replace(victim["node"])
+        if self.beside == "drain":
+            self._drained = victim["node"]
+            threading.Thread(target=cluster.ordered, args=(cluster.drain, self._drained)).start()
+
+    def _heal(self) -> None:
+        """End what ends by itself, beside the waiting for its effects."""
+        cluster, kind = self._cluster, self.kind
+        if kind == "stop leader":
+            time.sleep(self._chance.choice(STOPPED_SECONDS))
+            kill(cluster.process(self._leader).pid, signal.SIGCONT)
+        if kind == "kill two members":
+            time.sleep(4)
+            cluster.members.start(self._killed.pop())
+        if kind.startswith("cut"):
+            time.sleep(CUT_SECONDS)
+            for proxy in cluster.links(self._leader, kind):
+                proxy.heal()
+        if kind == "slow member":
+            slow = cluster.members.processes[self._chance.randrange(MEMBERS)]
+            for _ in range(5):
+                slow.send_signal(signal.SIGSTOP)
+                time.sleep(1.9)
+                slow.send_signal(signal.SIGCONT)
+                time.sleep(0.1)
+
+    def _restore(self) -> None:
+        cluster = self._cluster
+        if self._drained is not None:
+            cluster.ordered(cluster.undrain, self._drained)
+        for number in range(COORDINATORS):
+            if cluster.process(number).poll() is not None:
+                cluster.start_one(number)
+        for member in self._killed:
+            cluster.members.start(member)
+        until("etcd", lambda: all(cluster.members.healthy(member) for member in range(MEMBERS)), 60)
+        cluster.wait_world(AGENTS, after=time.time(), seconds=120)
 
 
 def checked(cluster: Redundant, client: Client) -> list[str]:
@@ -198,7 +296,7 @@ def main() -> None:
             try:
                 for number in range(options.faults):
                     kind = STRIKES[number] if number < len(STRIKES) else chance.choice(STRIKES)
-                    print(struck(cluster, kind, worker=chance.random() < 0.7, chance=chance), flush=True)
+                    print(Strike(cluster, kind, chance.choice(BESIDE), chance).run(), flush=True)
             finally:
                 client.close()
             found = checked(cluster, client)
