@@ -156,7 +156,7 @@ def test_a_process_with_a_thousand_open_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("last", [pytest.param(False, marks=pytest.mark.chaos), True])
 def test_a_run_whose_newest_checkpoint_nobody_can_write_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool
 ) -> None:

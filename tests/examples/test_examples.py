@@ -27,6 +27,7 @@ def test_the_gpt_learns(tmp_path: Path) -> None:
     assert float(loss) < 5.0, "a uniform guess has 5.5"
 
 
+@pytest.mark.chaos
 def test_the_sharded_gpt_learns(tmp_path: Path) -> None:
     command = [ROOT / "examples/fsdp_gpt.py", "--steps", "40", "--replicas", "1", "--folder", tmp_path]
     with LocalCluster(command, nodes=2, nnodes="2:2", folder=tmp_path) as cluster:
@@ -36,13 +37,10 @@ def test_the_sharded_gpt_learns(tmp_path: Path) -> None:
     assert (tmp_path / "last.ckpt").exists()
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("example", "uses"),
-    [
-        pytest.param("loop_gpt", USES, marks=pytest.mark.chaos),
-        ("loop_shards", USES),
-        pytest.param("loop_gan", [], marks=pytest.mark.chaos),
-    ],
+    [("loop_gpt", USES), ("loop_shards", USES), ("loop_gan", [])],
 )
 def test_the_demonstration_of_a_loop_shows_that_a_kill_changes_nothing(example: str, uses: list[str]) -> None:
     command = [sys.executable, ROOT / f"examples/{example}.py", "--demo", "--steps", "60"]

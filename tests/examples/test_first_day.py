@@ -70,6 +70,7 @@ def left(mark: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.chaos
 @pytest.mark.allow_leak("unix_sockets", reason="the shell's processes are killed if a step fails")
 def test_a_first_day(tmp_path: Path, installed: Installed) -> None:
     port = str(free_port())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from worlds.client import Worlds
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.chaos), 2])
 def test_random_deaths(worlds: Worlds, tmp_path: Path, shards: int) -> None:
     points = worlds.run("deaths:sliced", 1, tmp_path, seeds=list(range(4)), shards=shards)
     assert points == [[SLICED_POINTS[shards, tied] for tied in (True, False)]]

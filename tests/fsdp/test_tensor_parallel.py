@@ -91,9 +91,8 @@ def test_a_reproducible_run_has_the_same_bits_through_deaths(tmp_path: Path, sha
     assert len(found[1]) == 12 and all(found[2][step] == values for step, values in found[1].items())
 
 
-@pytest.mark.parametrize(
-    ("shards", "replicas", "victim"), [pytest.param(2, 1, None, marks=pytest.mark.chaos), (1, 2, 3)]
-)
+@pytest.mark.chaos
+@pytest.mark.parametrize(("shards", "replicas", "victim"), [(2, 1, None), (1, 2, 3)])
 def test_a_script_for_lightnings_strategy(tmp_path: Path, shards: int, replicas: int, victim: int | None) -> None:
     """Without failures, and with a death: the same parameters, and a checkpoint that Lightning's strategy resumes."""
     settings = {"shards": shards, "replicas": replicas, "slices": 2}

@@ -102,6 +102,7 @@ def test_kills_heal_with_groups_like_those_of_nccl(tmp_path: Path) -> None:
 WITNESSED = {"options": {"witness_every": 2, "digest_every": 0}, "dropout": 0.1, "reference": "unicron"}
 
 
+@pytest.mark.chaos
 def test_a_replica_whose_results_are_wrong_is_found_and_leaves_nothing_in_the_parameters(tmp_path: Path) -> None:
     """The nodes of both of its workers are cordoned; the other replica ends as one process does."""
     settings = {**WITNESSED, "steps": 10, "full": 2, "slow": 0.0, "flips": [1, 6]}

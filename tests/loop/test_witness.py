@@ -52,8 +52,13 @@ def run(
     return results(folder), logs, suspects
 
 
-@pytest.mark.parametrize("same", [True, False])
-@pytest.mark.parametrize("place", ["gradient", "activation", "parameter"])
+@pytest.mark.parametrize(
+    ("place", "same"),
+    [
+        *(("gradient", True), ("activation", False), ("parameter", True)),
+        *(pytest.param(*each, marks=pytest.mark.chaos) for each in (("gradient", False), ("activation", True))),
+    ],
+)
 def test_a_node_whose_bits_flip_is_found(place: str, same: bool, world: Site) -> None:
     """In the first step with a witness, at whose start they begin to."""
     found, logs, suspects = run(world, f"plain-{place}-{same}", (1, 6, place, None, same), every=3)

@@ -88,6 +88,7 @@ def test_divided_experts_are_taken_up_in_other_layouts(worlds: Worlds, tmp_path:
     check(worlds, tmp_path / "ep2", f"{path}-beside", norms, 2, rel=rel, tp=1, pp=1, ep=2, **saved)
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:.*to load in a single process")
 def test_a_checkpoint_after_the_fit_is_that_of_its_end(tmp_path: Path) -> None:

@@ -142,9 +142,8 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 IN_CI = ("biased",)
 
 
-@pytest.mark.parametrize(
-    "name", ["staged", *(pytest.param(name, marks=pytest.mark.chaos) for name in SCHEDULES if name != "staged")]
-)
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_without_failures_it_is_megatrons_own_run(name: str, tmp_path: Path, worlds: Any) -> None:
     model, _ = SCHEDULES[name]
     workers = model["tp"] * model["pp"] * model["ep"] * model["dp"]

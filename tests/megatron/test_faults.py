@@ -135,6 +135,7 @@ def test_kills_heal_bit_by_bit(name: str, tmp_path: Path, worlds: Any) -> None:
         check_validation(tmp_path, model)
 
 
+@pytest.mark.chaos
 def test_shards_without_copies_are_lost_with_their_owner(tmp_path: Path, worlds: Any) -> None:
     model = {**MODEL, **ZERO1}
     lost = {"save_every": 2, "redundancy": {"copies": 0}}

@@ -27,6 +27,7 @@ DIES: dict[str, Any] = {"point": "checkpoint", "replica": 1, "shard": 0}
 """A death while the order is being carried out."""
 
 
+@pytest.mark.chaos
 def test_pipelines_become_slices_without_losing_a_step(tmp_path: Path, worlds: Any) -> None:
     settings = {**SETTINGS, **RUN}
     with Cluster(tmp_path, script=SCRIPT, agents=4, nodes="3:4", schedule=[DIES], settings=settings) as cluster:

@@ -14,7 +14,7 @@ KINDS = ("float32", "bf16", "fp16", "divided", "divided bf16", "divided in bucke
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scenario", ["checkpoints", "members"])
+@pytest.mark.parametrize("scenario", ["checkpoints", pytest.param("members", marks=pytest.mark.chaos)])
 def test_a_state(worlds: Worlds, tmp_path: Path, kind: str, scenario: str) -> None:
     """In checkpoints, and in memory."""
     worlds.run(f"restored:{scenario}", 1, tmp_path, kind=kind)

@@ -31,7 +31,11 @@ def run(strategy: str, case: str, folder: Path) -> Any:
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("with_compiler")
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.chaos) if case == "compiled_log" else case for case in beside.CASES]
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.chaos) if case in ("compiled_log", "copies") else case
+        for case in beside.CASES
+    ],
 )
 def test_a_script_is_like_under_ddp(case: str, tmp_path: Path) -> None:
     mine, theirs = run("unicron", case, tmp_path), run("ddp", case, tmp_path)

@@ -118,7 +118,8 @@ def test_a_worker_dies_with_its_writer(tmp_path: Path, reference: Reference, ran
     check_last(tmp_path)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.chaos)])
+@pytest.mark.chaos
+@pytest.mark.parametrize("rank", [0, 2])
 def test_a_worker_of_the_only_node_dies(tmp_path: Path, reference: Reference, rank: int) -> None:
     """Its writer survives it. Its siblings die with it, so the version is complete, but not reported."""
     settings = {**OPEN, "devices": 3, "nodes": 1}

@@ -23,7 +23,8 @@ def bars(folder: Path) -> list[dict[str, Any]]:
     return sorted((json.loads(line) for line in lines), key=lambda each: each["at"])
 
 
-@pytest.mark.parametrize("bar", ["tqdm", pytest.param("rich", marks=pytest.mark.chaos)])
+@pytest.mark.chaos
+@pytest.mark.parametrize("bar", ["tqdm", "rich"])
 def test_the_bar_and_one_line_survive_rank_0(bar: str, tmp_path: Path) -> None:
     with LocalCluster([SCRIPT, tmp_path, bar], nodes=3, nnodes="1:3", folder=tmp_path) as cluster:
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,17 @@ def run(folder: Path, nodes: str = "2:2", **case: Any) -> tuple[set[int], Cluste
         return set(cluster.wait_exit(200).values()), cluster
 
 
-@pytest.mark.parametrize("strategy", ["unicron", "unicron_fsdp", "unicron_megatron"])
-@pytest.mark.parametrize(("call", "name"), [("barrier", "barrier"), ("save", "save_checkpoint")])
+@pytest.mark.parametrize(
+    ("call", "name", "strategy"),
+    [
+        ("barrier", "barrier", "unicron_fsdp"),
+        ("save", "save_checkpoint", "unicron"),
+        ("save", "save_checkpoint", "unicron_megatron"),
+        pytest.param("barrier", "barrier", "unicron", marks=pytest.mark.chaos),
+        pytest.param("barrier", "barrier", "unicron_megatron", marks=pytest.mark.chaos),
+        pytest.param("save", "save_checkpoint", "unicron_fsdp", marks=pytest.mark.chaos),
+    ],
+)
 def test_one_rank_alone_in_a_collective_ends_the_task(tmp_path: Path, call: str, name: str, strategy: str) -> None:
     statuses, cluster = run(tmp_path, call=call, strategy=strategy)
     assert statuses == {1}
@@ -52,7 +60,11 @@ def test_an_error_of_one_rank_after_the_training_fails_the_task(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("strategy", "place"),
-    [*product(["unicron", "unicron_fsdp"], ["batch", "validation", "epoch"]), ("unicron_megatron", "batch")],
+    [
+        *(("unicron", "validation"), ("unicron_fsdp", "batch"), ("unicron_megatron", "batch")),
+        *(pytest.param("unicron", place, marks=pytest.mark.chaos) for place in ("batch", "epoch")),
+        *(pytest.param("unicron_fsdp", place, marks=pytest.mark.chaos) for place in ("validation", "epoch")),
+    ],
 )
 def test_a_stop_of_one_rank_stops_all(tmp_path: Path, place: str, strategy: str) -> None:
     statuses, cluster = run(tmp_path, call="stop", place=place, strategy=strategy)

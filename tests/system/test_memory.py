@@ -51,6 +51,7 @@ def restored_from(cluster: Cluster, tier: str) -> list[dict[str, Any]]:
     return [event for event in cluster.events("worker.state_restored") if event["tier"] == tier]
 
 
+@pytest.mark.chaos
 def test_all_workers_die_and_one_agents_copies_are_corrupt(tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path, nodes="3:3", settings=SETTINGS) as cluster:  # all three are founders
         for pid in after_step(cluster, 25).values():

@@ -118,6 +118,7 @@ def test_a_stopped_coordinator_is_replaced(tmp_path: Path, reference: Reference)
         check_exact(tmp_path, reference, workers=3)
 
 
+@pytest.mark.chaos
 def test_coordinator_dies_and_its_database_is_garbage(tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path) as cluster:
         before = {line["epoch"] for line in cluster.wait_world(3)}
@@ -167,6 +168,7 @@ def test_stopped_workers_are_declared_silent_killed_and_rejoin(tmp_path: Path, r
         check_exact(tmp_path, reference, workers=3)
 
 
+@pytest.mark.chaos
 def test_down_to_one_survivor_and_back_up(tmp_path: Path, reference: Reference) -> None:
     schedule = [
         group("kill rank=0 micro_batch=0", "kill rank=1 phase=reduced"),
@@ -192,6 +194,7 @@ def test_a_task_that_nobody_survives_goes_on_from_its_last_checkpoint(tmp_path: 
         check_exact(tmp_path, reference, workers=3)
 
 
+@pytest.mark.chaos
 def test_agents_with_two_workers(tmp_path: Path, reference_for: Callable[..., Reference]) -> None:
     shape = {"devices": 2, "nodes": 2, "full": 4}
     schedule = [

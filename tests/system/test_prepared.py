@@ -25,7 +25,7 @@ def is_prepared(cluster: LocalCluster) -> bool:
     return any(str(PARENT) in child.cmdline() for child in children)
 
 
-@pytest.mark.parametrize("sets", [False, True])
+@pytest.mark.parametrize("sets", [False, pytest.param(True, marks=pytest.mark.chaos)])
 def test_a_replacement_is_forked(sets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(environ.PREPARE)
     if sets:
