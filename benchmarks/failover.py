@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -177,9 +178,10 @@ class Strike:
         self._cluster, self.kind, self.beside, self._chance = cluster, kind, beside, chance
         self._killed: list[int] = []
         self._drained: str | None = None
+        self._draining = threading.Thread()
         self._leader = 0
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> str:
         """Strike, and wait until all is whole again; return what happened."""
         cluster = self._cluster
         world = cluster.wait_world(AGENTS, seconds=120)
@@ -203,7 +205,8 @@ class Strike:
         finally:
             healing.join()
         self._restore()
-        return {"kind": self.kind, "beside": self.beside, "answers": round(answers, 2), "healed": healed}
+        again = f", a step in a new world after {healed} s" if healed else ""
+        return f"a coordinator answers after {answers:.2f} s{again}"
 
     def _strike(self) -> None:
         cluster, kind, leader = self._cluster, self.kind, self._leader
@@ -229,7 +232,8 @@ class Strike:
             cluster.replace(victim["node"])
         if self.beside == "drain":
             self._drained = victim["node"]
-            threading.Thread(target=cluster.ordered, args=(cluster.drain, self._drained)).start()
+            self._draining = threading.Thread(target=cluster.ordered, args=(cluster.drain, self._drained))
+            self._draining.start()
 
     def _heal(self) -> None:
         """End what ends by itself, beside the waiting for its effects."""
@@ -255,6 +259,7 @@ class Strike:
     def _restore(self) -> None:
         cluster = self._cluster
         if self._drained is not None:
+            self._draining.join()
             cluster.ordered(cluster.undrain, self._drained)
         for number in range(COORDINATORS):
             if cluster.process(number).poll() is not None:
@@ -296,12 +301,18 @@ def main() -> None:
             try:
                 for number in range(options.faults):
                     kind = STRIKES[number] if number < len(STRIKES) else chance.choice(STRIKES)
-                    print(Strike(cluster, kind, chance.choice(BESIDE), chance).run(), flush=True)
+                    strike = Strike(cluster, kind, chance.choice(BESIDE), chance)
+                    print(f"{number + 1} {kind}, {strike.beside or 'nothing'} beside:", end=" ", flush=True)
+                    print(strike.run(), flush=True)
             finally:
                 client.close()
             found = checked(cluster, client)
             (folder / "finish").touch()
             cluster.wait_exit()
+        except BaseException:
+            shutil.copytree(folder, kept := tempfile.mkdtemp(prefix="failover-"), dirs_exist_ok=True)
+            print(f"\nlogs and events: {kept}")
+            raise
         finally:
             cluster.close()
         for each in found:

@@ -1,3 +1,8 @@
+import asyncio
+
+import pytest
+
+from unicron_lightning.coordinator.server import timers
 from unicron_lightning.coordinator.server.timers import Liveness
 from unicron_lightning.detection.silence import SilenceLimits, outdated
 
@@ -14,6 +19,33 @@ def test_limits_are_renewed_when_the_number_of_agents_has_doubled() -> None:
     for conn in range(1_000, 10_000):
         liveness.forget(conn)
     assert liveness.beat(0) and not liveness.beat(0), "fewer agents, too"
+
+
+@pytest.mark.parametrize(("heard", "limit", "lost"), [(True, 60.0, [0]), (False, 60.0, []), (False, 0.2, [0, 1])])
+def test_nobody_is_lost_while_nobody_is_heard(
+    heard: bool, limit: float, lost: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the limit of isolation; of two agents one is lost if the other is heard."""
+    monkeypatch.setattr(timers, "ISOLATION_SECONDS", limit)
+
+    async def watch() -> tuple[list[int], int]:
+        found: list[int] = []
+        excuses: list[None] = []
+        limits = SilenceLimits(beat=0.02, least=0.05, most=0.1)
+        liveness = Liveness(limits, found.append, lambda: excuses.append(None))
+        for conn in range(2):
+            liveness.beat(conn)
+        liveness.start()
+        for _ in range(60):
+            await asyncio.sleep(0.01)
+            if heard:
+                liveness.heard(1)
+        liveness.close()
+        return found, len(excuses)
+
+    found, excuses = asyncio.run(watch())
+    assert sorted(found) == lost
+    assert bool(excuses) or heard, "those that were away have time to come again"
 
 
 def test_outdated_limits() -> None:

@@ -10,6 +10,10 @@ grace periods are longer. Those that expire together are one input, and so lead 
 **Liveness.** Silent agents' connections are detected: beats are answered and checked beside the state machine.
 An agent that exits closes its connection immediately. This module detects cuts that close none: dropped packets, a
 machine without power. The verdict closes the connection, and the machine handles that as any other disconnection.
+
+**Isolation.** If no agent at all is heard, this side is cut off: workers train on, and to declare them lost would throw
+their work away as soon as they are heard again. Nobody is lost then before `ISOLATION_SECONDS`; where all agents have
+really died, nothing could be done earlier either.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ LOST: Final = "lost"
 _CROWD_SECONDS: Final = 0.01
 """Additional grace for each other agent that is away: to take one in costs 2 to 3 ms, more on a loaded machine."""
 AGAIN_SECONDS: Final = 0.1
+ISOLATION_SECONDS: Final = 300.0
+"""Time without a message of any agent until they are declared lost nevertheless."""
 _TOGETHER_SECONDS: Final = 0.02
 """Agents whose grace ends within this time are declared lost together."""
 
@@ -164,6 +170,9 @@ class Liveness:
         self._cut = cut
         self._peers: dict[int, Silence] = {}
         self._given_up: dict[int, float] = {}
+        self._isolated_since: float | None = None
+        self._seconds = 0.0
+        """Between two looks."""
         self._lateness: Lateness | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -188,7 +197,7 @@ class Liveness:
             Whether the agent has to be sent other limits, since the number of agents has changed: those that registered
             first would beat most often.
         """
-        now = time.monotonic()
+        now, self._isolated_since = time.monotonic(), None
         peer, shared = self._peers.get(conn), self._limits.shared_by(len(self._peers))
         renewed = peer is not None and outdated(peer.limits, shared)
         if peer is None or renewed:
@@ -198,6 +207,7 @@ class Liveness:
 
     def heard(self, conn: int) -> None:
         """Record any other message."""
+        self._isolated_since = None
         if (peer := self._peers.get(conn)) is not None:
             peer.heard(time.monotonic())
 
@@ -207,9 +217,9 @@ class Liveness:
         return self._given_up.pop(conn, None)
 
     def _again(self) -> None:
-        seconds = self._limits.shared_by(len(self._peers)).beat / _LOOKS_PER_BEAT
-        self._lateness = Lateness(seconds, time.monotonic())
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+        self._seconds = self._limits.shared_by(len(self._peers)).beat / _LOOKS_PER_BEAT
+        self._lateness = Lateness(self._seconds, time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._look)
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -221,6 +231,10 @@ class Liveness:
             # Every agent looks late to a loop that could not run; their messages may still be unread.
             for peer in self._peers.values():
                 peer.excuse(late, now)
+        elif self._is_isolated(now):
+            for peer in self._peers.values():
+                peer.excuse(self._seconds, now)
+            self._stalled()  # who was away has time to connect again
         else:
             for conn in ended(self._peers, self._limits, now):
                 seconds = self._peers.pop(conn).seconds(now)
@@ -228,3 +242,14 @@ class Liveness:
                 self._given_up[conn] = seconds
                 self._cut(conn)
         self._again()
+
+    def _is_isolated(self, now: float) -> bool:
+        """Whether no agent has been heard for so long that they should be lost, but not yet for too long."""
+        if self._isolated_since is None:
+            least = self._limits.shared_by(len(self._peers)).least
+            gone = ended(self._peers, self._limits, now)
+            if not gone or min(peer.seconds(now) for peer in self._peers.values()) < least:
+                return False
+            logger.warning("coordinator_isolated agents=%d seconds=%g", len(self._peers), ISOLATION_SECONDS)
+            self._isolated_since = now
+        return now - self._isolated_since < ISOLATION_SECONDS
