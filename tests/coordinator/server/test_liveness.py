@@ -31,13 +31,13 @@ def test_nobody_is_lost_while_nobody_is_heard(
     async def watch() -> tuple[list[int], int]:
         found: list[int] = []
         excuses: list[None] = []
-        limits = SilenceLimits(beat=0.02, least=0.05, most=0.1)
+        limits = SilenceLimits(beat=0.1, least=0.25, most=0.5)
         liveness = Liveness(limits, found.append, lambda: excuses.append(None))
         for conn in range(2):
             liveness.beat(conn)
         liveness.start()
-        for _ in range(60):
-            await asyncio.sleep(0.01)
+        for _ in range(75):
+            await asyncio.sleep(0.02)
             if heard:
                 liveness.heard(1)
         liveness.close()
