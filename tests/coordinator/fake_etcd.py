@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import time
 import urllib.request
@@ -162,21 +163,30 @@ async def fake_etcd() -> AsyncIterator[FakeEtcd]:
 
 
 class EtcdMembers:
-    """Three members of one etcd on loopback ports."""
+    """Members of one etcd on loopback ports.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.ports = [(free_port(), free_port()) for _ in range(3)]
-        self.urls = [f"http://127.0.0.1:{client}" for client, _ in self.ports]
+    Args:
+        folder: for their data.
+        number: of members.
+        certificates: folder with ``ca.pem`` and ``member.pem``, if they ask their clients for certificates.
+    """
+
+    def __init__(self, folder: Path, number: int = 3, certificates: Path | None = None) -> None:
+        self.folder, self._certificates = folder, certificates
+        self.ports = [(free_port(), free_port()) for _ in range(number)]
+        self.urls = [f"http{'s' if certificates else ''}://127.0.0.1:{client}" for client, _ in self.ports]
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, number: int) -> None:
         """Start a member, also again after its death."""
-        client, peer = (f"http://127.0.0.1:{port}" for port in self.ports[number])
+        client, peer = self.urls[number], f"http://127.0.0.1:{self.ports[number][1]}"
         others = ",".join(f"m{each}=http://127.0.0.1:{ports[1]}" for each, ports in enumerate(self.ports))
         command = ["etcd", "--name", f"m{number}", "--data-dir", str(self.folder / f"m{number}"), "--logger", "zap"]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client, "--log-level", "error"]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", others]
+        if self._certificates is not None:
+            own, ca = str(self._certificates / "member.pem"), str(self._certificates / "ca.pem")
+            command += ["--cert-file", own, "--key-file", own, "--client-cert-auth", "--trusted-ca-file", ca]
         self.processes[number] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def kill(self, number: int) -> None:
@@ -187,8 +197,12 @@ class EtcdMembers:
 
     def healthy(self, number: int) -> bool:
         """Whether a member answers and is part of a quorum."""
+        context = None
+        if self._certificates is not None:
+            context = ssl.create_default_context(cafile=str(self._certificates / "ca.pem"))
+            context.load_cert_chain(str(self._certificates / "member.pem"))
         try:
-            with urllib.request.urlopen(f"{self.urls[number]}/health", timeout=1) as answer:
+            with urllib.request.urlopen(f"{self.urls[number]}/health", timeout=1, context=context) as answer:
                 return bool(json.load(answer).get("health") == "true")
         except (OSError, ValueError):
             return False
@@ -201,14 +215,14 @@ class EtcdMembers:
 
 
 @contextmanager
-def three_members(folder: Path) -> Iterator[EtcdMembers]:
-    """Start three members, and wait until they answer."""
-    members = EtcdMembers(folder)
+def three_members(folder: Path, number: int = 3, certificates: Path | None = None) -> Iterator[EtcdMembers]:
+    """Start three members, or another number, and wait until they answer."""
+    members = EtcdMembers(folder, number, certificates)
     try:
-        for number in range(3):
-            members.start(number)
+        for each in range(number):
+            members.start(each)
         deadline = time.monotonic() + 60
-        while not all(members.healthy(number) for number in range(3)):
+        while not all(members.healthy(each) for each in range(number)):
             assert time.monotonic() < deadline, "etcd does not start"
             time.sleep(0.05)
         yield members

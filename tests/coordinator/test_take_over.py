@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import datetime
 import signal
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator.fake_etcd import MISSING, EtcdMembers, installed, three_members
 from coordinator.shell import Coordinator
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from unicron_lightning.certificates import Issued, issue, load_ca
+from unicron_lightning.cli.certs import write_certificates
 from unicron_lightning.cli.client import fetch
+from unicron_lightning.coordinator.etcd import Etcd, coded
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 from unicron_lightning.local_cluster.processes import until
 
@@ -105,3 +115,67 @@ def test_members_of_etcd_die(members: EtcdMembers, tmp_path: Path) -> None:
         assert "one" in jobs(first)
     finally:
         ended(first)
+
+
+PERMITTED = {"permType": "READWRITE", "key": coded("unicron/"), "range_end": coded("unicron0")}
+ACCESS: list[tuple[str, dict[str, Any]]] = [
+    *(("user/add", {"name": name, "password": f"{name}-secret"}) for name in ("root", "unicron")),
+    *(("role/add", {"name": name}) for name in ("root", "unicron")),
+    *(("user/grant", {"user": name, "role": name}) for name in ("root", "unicron")),
+    ("role/grant", {"name": "unicron", "perm": PERMITTED}),
+    ("enable", {}),
+]
+
+
+def certificate_of_a_member(folder: Path) -> Issued:
+    """For servers and clients, as a member's gateway is its client; without a name, which the gateway refuses."""
+    ca = load_ca(folder / "ca.pem", folder / "ca.key")
+    made = issue("member", datetime.timedelta(days=1), ca=ca, hosts=["127.0.0.1"])
+    both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    found = made.certificate
+    builder = x509.CertificateBuilder(
+        found.issuer, x509.Name([]), found.public_key(), found.serial_number, found.not_valid_before_utc,
+        found.not_valid_after_utc,
+        [each for each in found.extensions if each.oid != both.oid] + [x509.Extension(both.oid, False, both)],
+    )  # fmt: skip
+    return Issued(certificate=builder.sign(ca.key, hashes.SHA256()), key=made.key)
+
+
+def test_etcd_asks_for_a_certificate_and_a_password(tmp_path: Path) -> None:
+    """With access to the keys below the prefix only."""
+    certificates = tmp_path / "certificates"
+    write_certificates(certificates, ["127.0.0.1"], ["me"], datetime.timedelta(days=1))
+    (certificates / "member.pem").write_bytes(certificate_of_a_member(certificates).pem)
+    given = (f"store.ca={certificates}/ca.pem", f"store.cert={certificates}/member.pem", "store.user=unicron")
+
+    def made(name: str, password: str, *options: str) -> Coordinator:
+        options = ("store=etcd", f"store.endpoints=[{','.join(members.urls)}]", *options)
+        coordinator = Coordinator(tmp_path / name, *options, env={"UNICRON_ETCD_PASSWORD": password})
+        coordinator.spawn()
+        return coordinator
+
+    async def ask_for_access() -> None:
+        context = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+        context.load_cert_chain(str(certificates / "member.pem"))
+        client = Etcd(members.urls, context)
+        try:
+            for path, body in ACCESS:
+                await client.call(f"auth/{path}", body)
+        finally:
+            await client.close()
+
+    with three_members(tmp_path / "etcd", 1, certificates) as members:
+        asyncio.run(ask_for_access())
+        first = made("a", "unicron-secret", *given)
+        try:
+            until("the first leads", lambda: leads(first), seconds=30)
+            submit(first, "one")
+            refused = made("b", "another", *given)
+            assert "store.user=unicron: etcd at https://127.0.0.1" in refused.output()
+            assert refused.process is not None and refused.process.returncode == 2
+            without = made("c", "unicron-secret", given[0], given[2])
+            time.sleep(5)
+            assert jobs(first) == ["one"], "the lease is renewed with the same token"
+            without.kill()
+        finally:
+            ended(first)

@@ -176,7 +176,9 @@ class DetectionConfig:
     process.
     """
     restart_grace: float
-    """Time for agents to reconnect after a restart of the coordinator; their back-off reaches 2 s."""
+    """Time for agents to reconnect after a restart of the coordinator; half of it, at least 3 s, once one is there.
+    Their back-off reaches 2 s.
+    """
     comm_error_grace: float
     """Time within which a reported death explains a failed collective; else the epoch is renewed in place."""
     join_grace: float

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import ssl
 from collections.abc import Sequence
@@ -194,12 +195,12 @@ class Etcd:
             raise EtcdUnavailable(f"{endpoint}: no answer within {self._seconds:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EtcdUnavailable(f"{endpoint}: {error}") from None
-        try:
+        answer: Any = None
+        with contextlib.suppress(ValueError):
             answer = json.loads(content)
-        except ValueError:
-            raise EtcdUnavailable(f"{endpoint}: answers HTTP {status}, and not as etcd does") from None
         if not isinstance(answer, dict):
-            raise EtcdUnavailable(f"{endpoint}: answers HTTP {status}, and not as etcd does")
+            said = content[:200].decode(errors="replace").strip()
+            raise EtcdUnavailable(f"{endpoint}: answers HTTP {status}, and not as etcd does: {said!r}")
         if status != HTTPStatus.OK or "error" in answer:
             self._refuse(endpoint, path, status, answer)
         return answer

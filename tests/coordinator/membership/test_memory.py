@@ -9,7 +9,10 @@ from coordinator.driver import World, members, running, settle, started
 from coordinator.fake_agent import FakeAgent
 
 from unicron_lightning import wire
+from unicron_lightning.detection.exceptions import describe
+from unicron_lightning.errors import SilentCorruption
 from unicron_lightning.worker.state_parts import partners_of
+from unicron_lightning.worker.witness import GradientsDiffer
 
 
 def copy(
@@ -117,15 +120,26 @@ def test_versions_staged_before_workers_differed_are_not_offered() -> None:
     assert offered(a, b) == []
 
 
-@pytest.mark.parametrize("kind", ["silent_data_corruption", "ecc_error"])
-def test_versions_staged_before_a_wrong_gradient_was_found_are_doubted(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "error", "doubts"),
+    [
+        ("silent_data_corruption", SilentCorruption("x", suspect={}), True),
+        ("other_software_error", GradientsDiffer("x"), True),
+        ("other_software_error", ValueError("GradientsDiffer"), False),
+        ("ecc_error", None, False),
+    ],
+)
+def test_versions_staged_before_a_wrong_gradient_was_found_are_doubted(
+    kind: str, error: Exception | None, doubts: bool
+) -> None:
     """Parts may come from the wrong rank."""
     world = World()
     a, _ = running(world, 2)
     epoch = world.task("t").number
-    about = {"kind": kind, "cause": "x", "phase": "step", "step": 5, "at": 1.0, "details": {}}
+    details = {} if error is None else describe(error).details
+    about = {"kind": kind, "cause": "x", "phase": "step", "step": 5, "at": 1.0, "details": details}
     a.say(wire.ErrorReport(worker=a.worker(), ends=True, **about))
-    assert world.task("t").memory.doubted == (epoch if kind == "silent_data_corruption" else 0)
+    assert world.task("t").memory.doubted == (epoch if doubts else 0)
 
 
 def partners(world: World) -> dict[str, str]:

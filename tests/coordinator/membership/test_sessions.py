@@ -271,14 +271,18 @@ def test_a_restarted_coordinator_hears_of_deaths_meanwhile():
 
 
 def test_agents_that_do_not_return_to_a_restarted_coordinator_are_lost():
-    world, (a, _) = started(2, restart_grace=10)
+    """After half the time for all, from the last one that has returned."""
+    world, (a, b, _) = started(3, restart_grace=10)
     world.start()
-    a.register()
     world.advance(9)
+    a.register()
+    world.advance(4)
+    b.register()
+    world.advance(4.5)
     assert world.task().number == 1
-    world.advance(2)
-    assert members(world) == ["a/0#1"]
-    assert world.event("agent_lost").fields["agent"] == "b"
+    world.advance(1)
+    assert members(world) == ["a/0#1", "b/0#1"]
+    assert world.event("agent_lost").fields["agent"] == "c"
 
 
 def test_a_restarted_coordinator_renews_the_epoch_of_a_communication_error():

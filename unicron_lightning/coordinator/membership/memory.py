@@ -50,8 +50,12 @@ def held(task: Task, turn: Turn, agent: Agent, message: wire.StateHeld) -> None:
 
 
 def _error(task: Task, turn: Turn, _agent: Agent, message: wire.ErrorReport) -> None:
-    """Doubt all present versions if a worker's parameters or gradients are wrong: parts may come from it."""
-    if message.kind in ("parameters_differ", "silent_data_corruption"):
+    """Doubt all present versions if a worker's parameters or gradients are wrong: parts may come from it.
+
+    Of gradients that differ without a majority it is not known whose, and all workers end.
+    """
+    undecided = str(message.details.get("type", "")).endswith(".GradientsDiffer")
+    if undecided or message.kind in ("parameters_differ", "silent_data_corruption"):
         task.memory.doubted = task.number
         turn.save(task)
 

@@ -142,6 +142,10 @@ def _cool(task: Task, turn: Turn, agent: Agent) -> None:
 STANDBY: Final = Part(review=_review_standbys)
 
 
+_RETURN_SECONDS: Final = 3.0
+"""Least time for others after an agent's return to a restored task: each tries every 2 s. Half of ``restart_grace`` is
+longer than any agent takes to notice that a coordinator is silent (`most_silence`).
+"""
 _LOST_REMEMBERED = 1000
 _FINISHED: Final = "its workers have finished"
 """Reason of a success."""
@@ -308,9 +312,15 @@ def _has_room(task: Task, turn: Turn) -> bool:
 
 
 def _review_restoring(task: Task, turn: Turn) -> None:
-    if task.restoring and all(agent.conn is not None for agent in task.agents.values()):
+    if not task.restoring:
+        return
+    present = [agent.conn is not None for agent in task.agents.values()]
+    if all(present):
         lifecycle.move(task, agents="present")
         turn.cancel("restore", task=task.id)
+    elif any(present):
+        grace = turn.limits.restart_grace
+        turn.timer("restore", min(grace, max(grace / 2, _RETURN_SECONDS)), task=task.id)
 
 
 def disconnected(task: Task, turn: Turn, agent: Agent, silent: float | None) -> None:

@@ -408,6 +408,7 @@ class Server:
     async def _serve_node(self, request: web.Request) -> web.StreamResponse:
         def take(conn: int, data: str | bytes) -> None:
             message = decode_from_node(data)
+            self._liveness.heard(conn)
             if isinstance(message, NodeHello):
                 self._node_orders.met(conn, message.tasks)
             self._take(ev.DaemonMessage(conn=conn, message=message))

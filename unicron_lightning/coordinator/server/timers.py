@@ -13,7 +13,7 @@ machine without power. The verdict closes the connection, and the machine handle
 
 **Isolation.** If no agent at all is heard, this side is cut off: workers train on, and to declare them lost would throw
 their work away as soon as they are heard again. Nobody is lost then before `ISOLATION_SECONDS`; where all agents have
-really died, nothing could be done earlier either.
+really died, nothing could be done earlier either. The same holds for a process that has just started.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LATE_SECONDS: Final = 0.5
 """Lateness from which the loop counts as stalled. Agents do not notice shorter stalls."""
 ALLOWANCE_SECONDS: Final = 3.0
 """Time after a stall in which agents may connect again and register."""
-_OF_ABSENCE: Final = frozenset({"lost", "missing", "node_lost"})
+_OF_ABSENCE: Final = frozenset({"lost", "missing", "node_lost", "restore"})
 """Kinds of timers whose expiry declares agents or daemons absent."""
 LOST: Final = "lost"
 """Kind of the timers of agents whose connection has ended."""
@@ -177,7 +177,8 @@ class Liveness:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start watching."""
+        """Start watching: nobody has been heard yet."""
+        self._isolated_since = time.monotonic()
         self._again()
 
     def close(self) -> None:
