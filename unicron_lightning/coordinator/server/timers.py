@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Collection
 from typing import Final
@@ -170,6 +171,8 @@ class Liveness:
         self._cut = cut
         self._peers: dict[int, Silence] = {}
         self._given_up: dict[int, float] = {}
+        self._heard = -math.inf
+        """Time of the newest message of anyone."""
         self._isolated_since: float | None = None
         self._seconds = 0.0
         """Between two looks."""
@@ -198,7 +201,7 @@ class Liveness:
             Whether the agent has to be sent other limits, since the number of agents has changed: those that registered
             first would beat most often.
         """
-        now, self._isolated_since = time.monotonic(), None
+        now = self._heard = time.monotonic()
         peer, shared = self._peers.get(conn), self._limits.shared_by(len(self._peers))
         renewed = peer is not None and outdated(peer.limits, shared)
         if peer is None or renewed:
@@ -207,10 +210,10 @@ class Liveness:
         return renewed
 
     def heard(self, conn: int) -> None:
-        """Record any other message."""
-        self._isolated_since = None
+        """Record any other message, also of a connection without beats."""
+        self._heard = time.monotonic()
         if (peer := self._peers.get(conn)) is not None:
-            peer.heard(time.monotonic())
+            peer.heard(self._heard)
 
     def forget(self, conn: int) -> float | None:
         """Handle the end of a connection; return the seconds of silence for which it was cut, or None."""
@@ -246,10 +249,11 @@ class Liveness:
 
     def _is_isolated(self, now: float) -> bool:
         """Whether no agent has been heard for so long that they should be lost, but not yet for too long."""
+        if now - self._heard < self._limits.shared_by(len(self._peers)).least:
+            self._isolated_since = None
+            return False
         if self._isolated_since is None:
-            least = self._limits.shared_by(len(self._peers)).least
-            gone = ended(self._peers, self._limits, now)
-            if not gone or min(peer.seconds(now) for peer in self._peers.values()) < least:
+            if not ended(self._peers, self._limits, now):
                 return False
             logger.warning("coordinator_isolated agents=%d seconds=%g", len(self._peers), ISOLATION_SECONDS)
             self._isolated_since = now
