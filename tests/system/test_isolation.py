@@ -35,22 +35,3 @@ def test_an_isolated_coordinator_declares_nobody_lost(
         assert not cluster.events("agent_lost") and not cluster.notes("step", life=2)
         cluster.finish()
         check_exact(tmp_path, reference, workers=agents)
-
-
-@pytest.mark.chaos
-def test_a_coordinator_that_starts_isolated_declares_nobody_lost(tmp_path: Path, reference: Reference) -> None:
-    """Its agents come back later than `restart_grace`."""
-    with Cluster(tmp_path, coordinator=(), separable=True, settings={"pace": 0.05}) as cluster:
-        epochs = {line["epoch"] for line in cluster.wait_world(3)}
-        for node in cluster.agents:
-            cluster.cut(node)
-        cluster.kill_coordinator()
-        cluster.start_coordinator()
-        time.sleep(15.0)
-        for node in cluster.agents:
-            cluster.heal(node)
-        time.sleep(8.0)
-        assert {line["epoch"] for line in cluster.wait_world(3, after=time.time())} == epochs
-        assert not cluster.events("worker_died") and not cluster.events("agent_lost")
-        cluster.finish()
-        check_exact(tmp_path, reference, workers=3)

@@ -13,7 +13,7 @@ machine without power. The verdict closes the connection, and the machine handle
 
 **Isolation.** If no agent at all is heard, this side is cut off: workers train on, and to declare them lost would throw
 their work away as soon as they are heard again. Nobody is lost then before `ISOLATION_SECONDS`; where all agents have
-really died, nothing could be done earlier either. The same holds for a process that has just started.
+really died, nothing could be done earlier either.
 """
 
 from __future__ import annotations
@@ -180,8 +180,7 @@ class Liveness:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start watching: nobody has been heard yet."""
-        self._isolated_since = time.monotonic()
+        """Start watching."""
         self._again()
 
     def close(self) -> None:
