@@ -75,8 +75,9 @@ class Redundant(Cluster):
 
     def links(self, number: int, kind: str) -> list[Proxy]:
         """Return a coordinator's links that a strike cuts."""
-        to_etcd = self.to_etcd[number] if kind in ("cut from etcd", "cut from both") else []
-        return [*to_etcd, *(self.to_coordinators[number:][:1] if kind in ("cut from agents", "cut from both") else [])]
+        to_etcd, to_it = self.to_etcd[number], [self.to_coordinators[number]]
+        cut = {"cut from etcd": to_etcd, "cut from agents": to_it, "cut from both": [*to_etcd, *to_it]}
+        return cut.get(kind, [])
 
     @override
     def close(self, **options: Any) -> None:
@@ -177,8 +178,8 @@ class Strike:
     def __init__(self, cluster: Redundant, kind: str, beside: str, chance: random.Random) -> None:
         self._cluster, self.kind, self.beside, self._chance = cluster, kind, beside, chance
         self._killed: list[int] = []
-        self._drained: str | None = None
-        self._draining = threading.Thread()
+        self._drain: threading.Thread | None = None
+        self._drained = ""
         self._leader = 0
 
     def run(self) -> str:
@@ -232,8 +233,8 @@ class Strike:
             cluster.replace(victim["node"])
         if self.beside == "drain":
             self._drained = victim["node"]
-            self._draining = threading.Thread(target=cluster.ordered, args=(cluster.drain, self._drained))
-            self._draining.start()
+            self._drain = threading.Thread(target=cluster.ordered, args=(cluster.drain, self._drained))
+            self._drain.start()
 
     def _heal(self) -> None:
         """End what ends by itself, beside the waiting for its effects."""
@@ -258,8 +259,8 @@ class Strike:
 
     def _restore(self) -> None:
         cluster = self._cluster
-        if self._drained is not None:
-            self._draining.join()
+        if self._drain is not None:
+            self._drain.join()
             cluster.ordered(cluster.undrain, self._drained)
         for number in range(COORDINATORS):
             if cluster.process(number).poll() is not None:
