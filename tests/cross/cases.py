@@ -40,6 +40,13 @@ are killed, and start again; the coordinator is killed, and starts again.
 """
 RELAYOUT: Final = "relayout"
 """Two workers hold a replica instead of one, or one instead of two."""
+LAYOUTS: Final = {
+    "unicron_fsdp": ("shards", "tensor"),
+    "unicron_megatron": ("pipeline", "tensor", "context", "virtual", "expert", "biased"),
+}
+"""How the two workers of a replica divide a model: FSDP2's shards or tensor parallelism; Megatron's stages, also two on
+each, slices, parts of each sequence, experts that are balanced by losses or by biases.
+"""
 HOOKS: Final = ("half_rates", "rate_at_start", "scaled_weights", "counting", "ema", "swa", "stopping", "stop")
 STEPS_IN_EPOCH: Final = 6
 """Least number of optimizer steps of an epoch, in a world of two without accumulation."""
@@ -88,6 +95,8 @@ class Script:
     Attributes:
         strategy: ``unicron``, ``unicron_fsdp`` or ``unicron_megatron``, whose replicas are pipelines.
         shard_size: workers of a replica.
+        layout: of `LAYOUTS`, how they divide the model; empty: the first one.
+        witness: whether each step is compared with what another worker computes.
         zero: whether the optimizer's state is divided among replicas (Megatron's distributed optimizer).
         buckets: whether gradients are reduced in many buckets, while others are computed (Megatron's overlap).
         workers: of the world.
@@ -118,6 +127,8 @@ class Script:
 
     strategy: str = "unicron"
     shard_size: int = 1
+    layout: str = ""
+    witness: bool = False
     zero: bool = False
     buckets: bool = False
     workers: int = 2
@@ -154,6 +165,17 @@ class Script:
         """Whether the model is in float64; Megatron's distributed optimizer and its clipping take float32 only."""
         return self.strategy != "unicron_megatron" or not (self.zero or self.clip)
 
+    @property
+    def experts(self) -> bool:
+        """Whether the model has experts, whose workers have micro-batches of their own."""
+        return self.layout in ("expert", "biased")
+
+    @property
+    def devices(self) -> int:
+        """Micro-batches of a round: of workers that divide one only the first counts."""
+        shared = self.strategy == "unicron_megatron" and not self.experts
+        return self.workers // (self.shard_size if shared or self.layout == "tensor" else 1)
+
     def made_plain(self) -> Script:
         """Return a script that Lightning alone runs alike in one process.
 
@@ -170,6 +192,7 @@ class Script:
             # Lightning refuses a second fit with a schedule of accumulation.
             accumulation=self.accumulation or (2 if self.fits > 1 else 0),
             data={"both": "map", "budget": "stream"}.get(self.data, self.data),
+            witness=self.witness and self.data == "map",
             validation="epoch" if self.validation == "steps" else self.validation,
             hooks=tuple(each for each in self.hooks if each not in unequal),
         )
@@ -200,7 +223,7 @@ class Case:
     def made_exact(self) -> Case:
         """Return the case whose worlds must have the bits of one process; those of a shard depend on their number."""
         sharded = self.script.strategy == "unicron_fsdp"
-        script = replace(self.script, reproducible=True, shard_size=1)
+        script = replace(self.script, reproducible=True, shard_size=1, layout="")
         script = replace(script, workers=min(script.workers, 3)) if sharded else script
         rest = min(self.least, script.workers)
         return replace(self, script=script, plain=False, least=rest)
@@ -235,6 +258,7 @@ def draw(seed: int, *, megatron: bool = False) -> Case:
     chance = random.Random(seed)
     plain = not megatron and chance.random() < 0.4
     script = _megatron(chance) if megatron else _script(chance)
+    script = _divided(random.Random(f"layout {seed}"), script)
     script = script.made_plain() if plain else script
     strikes = [_strike(chance, script, later=place > 0) for place in range(chance.choice((1, 1, 2, 2, 3)))]
     if script.shard_size > 1 and len(strikes) > 1 and chance.random() < 0.8:
@@ -306,6 +330,25 @@ def _script(chance: random.Random) -> Script:
     return _mended(made)
 
 
+def _divided(chance: random.Random, script: Script) -> Script:
+    """Return a script with a layout of its model, and some with a witness."""
+    layouts = LAYOUTS.get(script.strategy, ("",))
+    layout = chance.choice(layouts) if script.shard_size > 1 and chance.random() < 0.8 else layouts[0]
+    layout = "" if layout == layouts[0] else layout
+    indexed, repeats = script.data in ("map", "budget"), layout not in ("virtual", "expert", "biased")
+    witness = chance.random() < 0.3 and indexed and repeats and script.optimizer != "manual"
+    script = replace(script, layout=layout, witness=witness)
+    if script.strategy == "unicron_fsdp" and layout:
+        # A lane's two weights of one layer are divided in two ways.
+        script = replace(script, tied=False, norm=False)
+    elif layout:
+        # Megatron has other groups of parameters where workers divide experts; the first one is not the same.
+        hooks = tuple(each for each in script.hooks if each != "rate_at_start" or layout not in ("expert", "biased"))
+        alone = layout in ("context", "virtual", "expert", "biased")  # beside it some options are refused
+        script = replace(script, zero=script.zero and not alone, tied=script.tied and layout != "virtual", hooks=hooks)
+    return script
+
+
 def _mended(script: Script) -> Script:
     """Return a script without what does not fit the rest of it."""
     # A batch of one sample has no variance, and a fit without a step does not wait for its second worker.
@@ -320,7 +363,7 @@ def _mended(script: Script) -> Script:
 
 
 def _megatron(chance: random.Random) -> Script:
-    shard_size = chance.choice((1, 1, 2))
+    shard_size = chance.choice((1, 2, 2))
     optimizer = chance.choice(("sgd", "adam", "adamw"))
     zero = optimizer != "sgd" and chance.random() < 0.4
     return Script(
@@ -381,7 +424,9 @@ def _order(chance: random.Random, script: Script) -> Order:
     return Order(
         fit=chance.randint(1, script.fits),
         step=chance.randrange(0, _steps(script)),
-        kind=chance.choice((*ORDERS, RELAYOUT, RELAYOUT) if script.strategy != "unicron" else ORDERS),
+        kind=chance.choice(
+            (*ORDERS, RELAYOUT, RELAYOUT) if script.strategy != "unicron" and not script.layout else ORDERS
+        ),
         node=chance.randrange(script.workers),
     )
 
@@ -404,5 +449,5 @@ def smaller(case: Case) -> Iterator[Case]:
         ):
             changed = {field.name: getattr(default, field.name)}
             if field.name in ("strategy", "workers"):
-                changed["shard_size"] = 1
+                changed |= {"shard_size": 1, "layout": ""}
             yield replace(case, script=replace(case.script, **changed))

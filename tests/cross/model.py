@@ -13,10 +13,17 @@ from cross.cases import Script
 from cross.striking import Strikes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
+PLAN: Final = {
+    "backbone.0": ColwiseParallel(output_layouts=Replicate()),
+    "mixing.0": ColwiseParallel(),
+    "mixing.2": RowwiseParallel(),
+}
+"""How tensor parallelism divides the layers; the others are whole on each worker."""
 LARGE: Final = 2.6
 """Batches with a larger value overflow, if gradients are scaled."""
 
@@ -70,7 +77,10 @@ class Net(pl.LightningModule):
 
     def configure_model(self) -> None:
         if self.script.strategy == "unicron_fsdp" and not self.plain and not isinstance(self.head.weight, DTensor):
-            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+            mesh: Any = self.device_mesh
+            if mesh["tensor_parallel"].size() > 1:
+                parallelize_module(self.core, mesh["tensor_parallel"], PLAN)
+            mesh = mesh["data_parallel"]
             for part in (self.core.backbone, self.core.mixing, self.core):
                 fully_shard(part, mesh=mesh)
 
@@ -113,7 +123,7 @@ class Net(pl.LightningModule):
         batches, whole, devices = (
             self.trainer.num_training_batches,
             self.trainer.accumulate_grad_batches,
-            self.script.workers,
+            self.script.devices,
         )
         present = min(whole, int(batches) - batch_idx // whole * whole)
         return -(-present // devices) * devices / present
@@ -230,7 +240,7 @@ class OneDevice:
         return len(list(iter(self)))
 
     def __iter__(self) -> Iterator[list[int]]:
-        devices, size = self._script.workers, 2
+        devices, size = self._script.devices, 2
         order = torch.arange(self._number)
         if self._script.data == "map":
             order = torch.randperm(self._number, generator=torch.Generator().manual_seed(self._seed + self._epoch))

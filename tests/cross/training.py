@@ -91,7 +91,7 @@ def callbacks_of(script: Script, folder: Path, *, plain: bool) -> list[pl.Callba
     }
     found: list[pl.Callback] = [made[name]() for name in script.hooks]
     if script.accumulation == 0:
-        times = script.workers if plain else 1
+        times = script.devices if plain else 1
         found.append(GradientAccumulationScheduler({0: times, 1: 2 * times}))
     kinds: dict[str, Any] = {
         "model": lambda: ModelCheckpoint(
@@ -112,11 +112,17 @@ def _strategy(script: Script, *, plain: bool, alone: bool) -> Any:
         from cross.megatron import strategy_of  # patches torch
 
         return strategy_of(script, alone=alone)
-    return (
-        UnicronFSDPStrategy(shard_size=1 if alone else script.shard_size, reproducible=script.reproducible)
-        if script.strategy == "unicron_fsdp"
-        else UnicronStrategy(reproducible=script.reproducible)
-    )
+    common: dict[str, Any] = {"reproducible": script.reproducible, "witness_every": witness_of(script, alone=alone)}
+    if script.strategy == "unicron":
+        return UnicronStrategy(**common)
+    width = 1 if alone else script.shard_size
+    sizes = {"tensor_parallel_size" if script.layout == "tensor" else "shard_size": width}
+    return UnicronFSDPStrategy(**sizes, **common)
+
+
+def witness_of(script: Script, *, alone: bool) -> int | None:
+    """Return the number of steps between two that are compared."""
+    return 1 if script.witness and not alone else None
 
 
 def trainer_of(script: Script, folder: Path, strikes: Strikes | None, *, plain: bool) -> pl.Trainer:
@@ -129,20 +135,20 @@ def trainer_of(script: Script, folder: Path, strikes: Strikes | None, *, plain: 
     if script.accumulation == 0:
         validating["steps"] = {}
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)  # type: ignore[attr-defined]
-    megatron = script.strategy == "unicron_megatron"
+    alone, megatron = strikes is None, script.strategy == "unicron_megatron"
     mixed = [MixedPrecision("16-mixed", "cpu", scaler)]
     return pl.Trainer(
-        strategy=_strategy(script, plain=plain, alone=strikes is None),
+        strategy=_strategy(script, plain=plain, alone=alone),
         accelerator="cpu",
         devices=1,
-        num_nodes=1 if plain else script.workers // (script.shard_size if megatron and strikes is None else 1),
+        num_nodes=1 if plain else script.devices if alone else script.workers,
         precision=None if script.scaler or megatron else "64-true",
         plugins=mixed if script.scaler else None,  # type: ignore[arg-type]
         max_epochs=script.epochs,
         max_steps=script.most_steps or -1,
-        limit_train_batches=script.limit * (script.workers if plain else 1) or 1.0,
+        limit_train_batches=script.limit * (script.devices if plain else 1) or 1.0,
         reload_dataloaders_every_n_epochs=int(script.reload),
-        accumulate_grad_batches=max(1, script.accumulation) * (script.workers if plain and script.accumulation else 1),
+        accumulate_grad_batches=max(1, script.accumulation) * (script.devices if plain and script.accumulation else 1),
         gradient_clip_val=None if megatron else script.clip or None,
         callbacks=[*callbacks_of(script, folder, plain=plain), *own],
         logger=CSVLogger(folder, "logs", version=0),
@@ -203,7 +209,9 @@ def _fit(trainer: pl.Trainer, module: pl.LightningModule, script: Script, old: P
 
 
 def _validation(script: Script) -> Any:
-    return DataLoader(TensorDataset(samples(7, 9)), batch_size=2) if script.validation else None
+    # Workers that share experts have batches of one size.
+    whole = {"batch_size": 2, "drop_last": script.experts}
+    return DataLoader(TensorDataset(samples(7, 9)), **whole) if script.validation else None  # type: ignore[arg-type]
 
 
 def train(case: Case, folder: Path, *, alone: bool) -> dict[str, Any]:
@@ -228,7 +236,7 @@ def train(case: Case, folder: Path, *, alone: bool) -> dict[str, Any]:
     if script.after:
         if strikes is not None:
             strikes.fit = script.fits + 1
-        found = trainer.validate(module, DataLoader(TensorDataset(samples(7, 9)), batch_size=2), verbose=False)
+        found = trainer.validate(module, _validation(script), verbose=False)
     if strikes is not None:
         strikes.end()
     scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -236,7 +244,7 @@ def train(case: Case, folder: Path, *, alone: bool) -> dict[str, Any]:
         **_tensors(trainer, module),
         "fits": fits,
         "validated": found,
-        "schedulers": [_numbers(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+        "schedulers": [_schedule(script, config.scheduler) for config in trainer.lr_scheduler_configs],
         "counted": [each.started for each in trainer.callbacks if isinstance(each, Counted)],  # type: ignore[attr-defined]
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items() if name != "loss_step"},
         "scaler": None if scaler is None else _numbers(scaler.state_dict()),
@@ -287,11 +295,14 @@ def _row(row: dict[str, str]) -> dict[str, float]:
 
 
 def _plain(value: torch.Tensor) -> Any:
-    if isinstance(value, DTensor):
-        mesh, value = value.device_mesh, value.to_local()
-        if mesh.size() > 1:
-            return {"shard": mesh.get_local_rank(), "of": mesh.size(), "local": value.detach().tolist()}
-    return value.detach().tolist()
+    if not isinstance(value, DTensor):
+        return value.detach().tolist()
+    local = value.to_local().detach()
+    if local.shape == value.shape:
+        return local.tolist()
+    # as `torch.distributed.checkpoint` asks for a worker's part
+    [part] = value.__create_chunk_list__()  # type: ignore[attr-defined]
+    return {"at": list(part.offsets), "of": list(local.shape), "local": local.tolist()}
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Any:
@@ -299,6 +310,12 @@ def _state(optimizer: torch.optim.Optimizer) -> Any:
     rates = [[group["lr"], group.get("momentum"), group.get("initial_lr")] for group in optimizer.param_groups]
     values = [{k: _plain(v) if isinstance(v, torch.Tensor) else v for k, v in each.items()} for each in states]
     return {"groups": rates, "state": values}
+
+
+def _schedule(script: Script, scheduler: Any) -> dict[str, Any]:
+    """Return a scheduler's state; Megatron has more groups of parameters with experts on several workers."""
+    numbers = _numbers(scheduler.state_dict())
+    return {k: sorted(set(v)) if script.experts and isinstance(v, list) else v for k, v in numbers.items()}
 
 
 def _numbers(state: dict[str, Any]) -> dict[str, Any]:
