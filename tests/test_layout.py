@@ -175,3 +175,17 @@ def test_constraints_pin_every_dependency_exactly(project: dict) -> None:
 
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_actions_of_workflows_are_pinned_by_commits() -> None:
+    lines = [
+        line.strip() for path in (ROOT / ".github").glob("workflows/*.yml") for line in path.read_text().splitlines()
+    ]
+    used = [line for line in lines if re.match(r"(- )?uses:", line)]
+    assert len(used) > 10
+    assert [line for line in used if not re.search(r"@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line)] == []
+
+
+def test_a_citation_names_this_version(project: dict) -> None:
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {project['project']['version']}" in lines
