@@ -32,7 +32,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from system.cluster import Cluster, Note
-from system.megatron import EXPERTS, MODEL, SCRIPT, ZERO1, differences, differing_replicas, finals, wait_replicas
+from system.megatron import (
+    EXPERTS,
+    MODEL,
+    SCRIPT,
+    ZERO1,
+    ZERO1_EXPERTS,
+    differences,
+    differing_replicas,
+    finals,
+    wait_replicas,
+)
 from worlds.client import worlds_of
 
 from unicron_lightning.local_cluster.processes import kill
@@ -145,7 +155,7 @@ def main() -> None:
     if arguments.cp > 1:  # workers of a replica sum their gradients with those of other replicas
         model |= {"toy": {"dropout": 0.1, "double": True}, "optimizer": {"clip_grad": 0.0, "lr": 1e-3}}
     if arguments.zero1:
-        model |= ZERO1
+        model |= ZERO1_EXPERTS if arguments.ep > 1 else ZERO1
     shards = _workers_of_replica(model)
     workers = shards * model["dp"]
     with tempfile.TemporaryDirectory(prefix="megatron-chaos-") as name:

@@ -98,11 +98,11 @@ class GridCheckpoints(CheckpointStore):
 
     def _present_parts(self) -> list[str]:
         """Name this worker's shard and, with the distributed optimizer, its range of the state."""
-        shard, place = self._shard(), self._grid.member.fabric.place
-        if self._grid.member.model.keeper is None or not shard:
+        shard, keeper = self._shard(), self._grid.member.model.keeper
+        if keeper is None or not shard:
             return shard
-        assert place is not None
-        return [f"{shard[0]} optimizer {place.replica}/{len(place.layout.replicas)}", *shard]
+        ring = keeper.mirror.ring
+        return [f"{shard[0]} optimizer {ring.rank}/{len(ring.layouts)}", *shard]
 
     def _present(self, checkpoint: dict[str, Any]) -> HeldCheckpoint:
         """Return a checkpoint as this worker holds it, also after the end of the run."""
@@ -128,7 +128,7 @@ class GridCheckpoints(CheckpointStore):
         if keeper is None or not shard:
             return {}
         assert fabric.at is not None
-        copies, size = keeper.mirror.copies(fabric.at), keeper.mirror.ranks
+        copies, size = keeper.mirror.copies(fabric.at), len(keeper.mirror.ring.layouts)
         return {f"{shard[0]} optimizer {owner}/{size}": copy for owner, copy in copies.items()}
 
     def held(self, checkpoint: dict[str, Any]) -> HeldCheckpoint:

@@ -306,12 +306,11 @@ def _check_stream(loader: DataLoader[Any], stage: str) -> None:
         )
 
 
-def check_experts(config: Any, ddp: Any, shape: Shape) -> None:
+def check_experts(config: Any, shape: Shape) -> None:
     """Refuse settings of models with experts that cannot be recovered exactly, or are untested.
 
     Args:
         config: Megatron's `TransformerConfig`.
-        ddp: its `DistributedDataParallelConfig`.
         shape: of the present world.
 
     Raises:
@@ -320,7 +319,6 @@ def check_experts(config: Any, ddp: Any, shape: Shape) -> None:
     if getattr(config, "num_moe_experts", None) is None:
         return
     for name, found, expected, reason in (
-        ("use_distributed_optimizer", ddp.use_distributed_optimizer, (False,), "shards of experts have no copies"),
         ("expert_tensor_parallel_size", config.expert_tensor_parallel_size, (shape.tensor,), _SLICED),
         ("moe_token_dispatcher_type", config.moe_token_dispatcher_type, ("allgather", "alltoall"), _UNSEEN),
         ("moe_router_force_load_balancing", config.moe_router_force_load_balancing, (False,), "it draws by rank"),

@@ -530,7 +530,7 @@ def build_shard(
     config = get_model_config(virtual_stages(model)[0])
     check_megatron_config(config, ddp, optimizer)
     check_megatron_layout(config, grid)
-    check_experts(config, ddp, grid)
+    check_experts(config, grid)
     check_virtual_stages(config, ddp, grid, next(model.parameters()).device)
     check_context(config, ddp, grid)
     check_witness(witness_every, config)

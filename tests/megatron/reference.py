@@ -6,6 +6,7 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import doubled
 import plain
 import torch
 import torch.distributed as dist
@@ -37,6 +38,8 @@ DROPPED = 19
 def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps: list[int]) -> list[float]:
     """Scenario: train to the last of ``steps``, keep the parameters after each; return the gradients' norms."""
     shim.install()
+    if doubled.is_wanted(settings):
+        doubled.install()
     torch.compiler.set_stance("force_eager")  # as in train.py
     options, experts, parts = toy.Toy(**settings["toy"]), settings.get("ep", 1), settings.get("cp", 1)
     plain.start(

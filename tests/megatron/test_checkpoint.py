@@ -73,11 +73,11 @@ def test_bf16_without_zero1_is_taken_up_in_another_layout(worlds: Worlds, tmp_pa
 
 
 @pytest.mark.chaos  # to keep `make test` short
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("bf16", "zero1"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.filterwarnings("ignore:.*to load in a single process")
-def test_divided_experts_are_taken_up_in_other_layouts(worlds: Worlds, tmp_path: Path, bf16: bool) -> None:
+def test_divided_experts_are_taken_up_in_other_layouts(worlds: Worlds, tmp_path: Path, bf16: bool, zero1: bool) -> None:
     path, rel = str(tmp_path / "checkpoint"), 1e-3 if bf16 else 1e-5
-    saved = {"zero1": False, "bf16": bf16}
+    saved = {"zero1": zero1, "bf16": bf16}
     norms = worlds.run("layouts:save_beside", 4, tmp_path / "save", path=path, tp=1, pp=2, ep=2, **saved)[0]
     check_equal(path, f"{path}-beside")
     check(worlds, tmp_path / "one", path, norms, 1, rel=rel, tp=1, pp=1, ep=1, **saved)

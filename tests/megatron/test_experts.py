@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from system.cluster import Cluster
 from system.healing import check, check_validation, healed
-from system.megatron import EXPERTS, SCRIPT, notes
+from system.megatron import EXPERTS, SCRIPT, ZERO1_EXPERTS, notes
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -56,19 +56,20 @@ SLICED = model_of(
     ddp={"overlap_grad_reduce": True},
 )
 SLICED["toy"]["sequence_parallel"] = True
-STAGED = model_of(
-    {
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_aux_loss_coeff": 1e-2,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 1e-3,
-    },
-    pp=2,
-    judged=21,
-    validate=2,
-)
+BIASED = {
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 1e-3,
+}
+STAGED = model_of(BIASED, pp=2, judged=21, validate=2)
+SHARDED = model_of(BIASED, **ZERO1_EXPERTS, judged=21, validate=2)
+"""With the distributed optimizer, in float64 as by `doubled`."""
+SHARDED["ddp"] = {**SHARDED["ddp"], "overlap_grad_reduce": True}
+SHARDED_SLICES = {**SLICED, **ZERO1_EXPERTS}
+SHARDED_STAGES = {**STAGED, **ZERO1_EXPERTS}
 
 
 def die(point: str, replica: int | None, shard: int, **where: Any) -> dict[str, Any]:
@@ -127,6 +128,34 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             die("forward", 0, 2, micro_batch=1),
             die("reduced", 1, 1),
             die("commit", 0, 0),
+        ],
+    ),
+    "sharded": (
+        SHARDED,
+        [
+            die("forward", 0, 0, micro_batch=1),
+            die("reduce", 1, 1),
+            die("updated", 0, 1),
+            die("kept", 1, 0),
+            die("committed", 0, 0),
+            die("commit", None, 1, at_once=True),  # the spare
+            die("forward", 1, 1),
+        ],
+    ),
+    "sharded slices": (
+        SHARDED_SLICES,
+        [
+            die("updated", 0, 1),
+            die("kept", 1, 2),
+            die("gate", 0, 3),
+        ],
+    ),
+    "sharded stages": (
+        SHARDED_STAGES,
+        [
+            die("updated", 0, 2),
+            die("reduced", 1, 1),
+            die("kept", 0, 0),
         ],
     ),
     "biased": (

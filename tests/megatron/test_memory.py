@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from system.cluster import Cluster
 from system.healing import check
-from system.megatron import EXPERTS, MODEL, SCRIPT, ZERO1, wait_replicas
+from system.megatron import EXPERTS, MODEL, SCRIPT, ZERO1, ZERO1_EXPERTS, wait_replicas
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -27,6 +27,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "interleaved": {"pp": 2, "vpp": 2},
     "parts": {"cp": 2, "toy": {"double": True}, "optimizer": {"clip_grad": 0.0}},
     "experts_alone": {**EXPERTS, "dp": 1},
+    "sharded_experts": {**EXPERTS, **ZERO1_EXPERTS},
+    "sharded_experts_alone": {**EXPERTS, **ZERO1_EXPERTS, "dp": 1},
 }
 
 
@@ -62,7 +64,14 @@ def after_step(cluster: Cluster, model: dict[str, Any], step: int) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    "name", ["zero1", *(pytest.param(name, marks=AGAIN) for name in ("bfloat16", "experts", "interleaved", "parts"))]
+    "name",
+    [
+        "zero1",
+        *(
+            pytest.param(name, marks=AGAIN)
+            for name in ("bfloat16", "experts", "sharded_experts", "interleaved", "parts")
+        ),
+    ],
 )
 def test_all_workers_die(name: str, tmp_path: Path, worlds: Any) -> None:
     model = {**MODEL, **MODELS[name]}
@@ -76,7 +85,8 @@ def test_all_workers_die(name: str, tmp_path: Path, worlds: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=AGAIN) for name in ("alone", "zero1_alone", "experts_alone")]
+    "name",
+    [pytest.param(name, marks=AGAIN) for name in ("alone", "zero1_alone", "experts_alone", "sharded_experts_alone")],
 )
 @pytest.mark.parametrize("agent", [False, True], ids=["worker", "node"])
 def test_the_only_replica_loses_a_worker(name: str, agent: bool, tmp_path: Path, worlds: Any) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.faults
 
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4000}
+
 
 def run(worlds: Worlds, folder: Path, world: int, dying: list[int], **arguments: Any) -> dict[str, Any]:
     """The survivors' results, which must all be equal."""
@@ -35,10 +37,13 @@ def run(worlds: Worlds, folder: Path, world: int, dying: list[int], **arguments:
         (2, [0], {"when": "backward"}),
         (3, [1], {"when": "backward", "bf16": True}),
         (3, [1, 2], {"when": "backward", "redundancy": {"copies": 2}}),
-        (2, [1], {"when": "reduce-scatter", "overlap_grad_reduce": True, "bucket_size": 4000}),
+        (2, [1], {"when": "reduce-scatter", **BUCKETS}),
         (2, [1], {"when": "optimizer"}),
         (3, [1], {"when": "optimizer"}),
         (3, [1], {"when": "before the copies"}),
+        (4, [2, 3], {"when": "optimizer", "ep": 2}),  # a replica of two lanes
+        (4, [0, 1], {"when": "reduce-scatter", "ep": 2, "bf16": True, **BUCKETS}),
+        (6, [0, 1, 4, 5], {"when": "backward", "ep": 2, "redundancy": {"copies": 2}}),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )

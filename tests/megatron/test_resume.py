@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from system.cluster import Cluster
 from system.healing import check
-from system.megatron import EXPERTS, MODEL, differences, finals, train
+from system.megatron import EXPERTS, MODEL, ZERO1_EXPERTS, differences, finals, train
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -49,9 +49,12 @@ def test_a_change_of_layout_goes_through_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.chaos  # test_checkpoint.py loads such folders in other layouts, too
 @pytest.mark.parametrize("beside", [False, True])
-def test_experts_are_saved_once_each_and_loaded_in_another_layout(tmp_path: Path, beside: bool, worlds: Any) -> None:
+@pytest.mark.parametrize("zero1", [False, True])
+def test_experts_are_saved_once_each_and_loaded_in_another_layout(
+    tmp_path: Path, beside: bool, zero1: bool, worlds: Any
+) -> None:
     """Four lanes in each layout: two replicas of two workers, and one of four."""
-    world = {**EXPERTS, "ep": 2, "dp": 2, "finish": False, "steps": 4}
+    world = {**EXPERTS, **(ZERO1_EXPERTS if zero1 else {}), "ep": 2, "dp": 2, "finish": False, "steps": 4}
     first = train(tmp_path / "first", 4, **world, save_every=2, beside=beside)
     check(tmp_path / "first", world, worlds)
     path = str(tmp_path / "first" / "checkpoints" / "step=2.ckpt")

@@ -23,6 +23,7 @@ warnings.simplefilter("ignore")  # hide megatron-core's warnings about packages 
 
 import faulthandler  # noqa: E402
 
+import doubled  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
@@ -390,6 +391,8 @@ def main() -> None:
     faults = Faults(folder, note)
     pl.seed_everything(SEED, verbose=False)
     options = toy.Toy(**settings["toy"])
+    if doubled.is_wanted(settings):
+        doubled.install()
     from unicron_lightning.replica.mirror import Redundancy
     from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
 

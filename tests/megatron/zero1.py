@@ -48,10 +48,11 @@ class Rank:
         self.rank, self.world, self.folder, self.dying = rank, world, folder, dying
         shim.install()
         (folder / f"{rank}.pid").write_text(str(os.getpid()))
-        pp = options.pop("pp", 1)
-        plain.start(rank, world, folder, pp=pp, name="groups0")
+        pp, self.ep = options.pop("pp", 1), options.pop("ep", 1)
+        plain.start(rank, world, folder, pp=pp, ep=self.ep, name="groups0")
         redundancy = Redundancy(**options.pop("redundancy", {}))
-        self.training = plain.build(toy.Toy(bf16=options.pop("bf16", False)), zero1=True, **options)
+        experts = {"experts": 4, "router": {"moe_token_dispatcher_type": "alltoall"}} if self.ep > 1 else {}
+        self.training = plain.build(toy.Toy(bf16=options.pop("bf16", False), **experts), zero1=True, **options)
         self.optimizer = ShardedOptimizer(self.training.ddp, self.training.optimizer)
         self.mirror = Mirror(self.optimizer, redundancy)
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -94,7 +95,7 @@ class Rank:
         self.mirror._exchange.abort("a rank has died")
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        plain.start(alive.index(self.rank), len(alive), self.folder, name="groups1")
+        plain.start(alive.index(self.rank), len(alive), self.folder, ep=self.ep, name="groups1")
         return self.mirror.survey(exchange(self.folder, "mirror1", alive.index(self.rank), len(alive)))
 
     def close(self) -> None:
@@ -103,10 +104,11 @@ class Rank:
 
 
 def keep(optimizer: ShardedOptimizer, training: plain.Training, path: Path) -> None:
-    """Write a rank's shard and parameters."""
+    """Write a rank's shard and parameters, by their numbers."""
     data = torch.empty(3, sum(map(len, optimizer.pieces)))
     optimizer.read(data)
-    parameters = [parameter.detach().clone() for parameter in training.ddp.module.parameters()]
+    numbers = optimizer._numbers
+    parameters = {numbers[each]: each.detach().clone() for each in training.ddp.module.parameters()}
     pieces = [(piece.parameter, piece.start, piece.stop) for piece in optimizer.pieces]
     torch.save({"pieces": pieces, "data": data, "parameters": parameters, "steps": optimizer.steps}, path)
 
@@ -122,20 +124,21 @@ def gone(pid: int) -> bool:
 def assembled(folder: Path, prefix: str, version: int, ranks: list[int]) -> dict[str, Tensor]:
     """The whole state from the ranks' parts, with the check that each element comes from one rank only."""
     saved = [torch.load(folder / f"{prefix}-{version}-{rank}.pt") for rank in ranks]
+    parameters: dict[int, Tensor] = {}
+    for part in saved:
+        for number, parameter in part["parameters"].items():
+            assert torch.equal(parameter, parameters.setdefault(number, parameter)), "parameters differ between ranks"
     state: dict[str, Tensor] = {}
     for part in saved:
         position = 0
         for number, start, stop in part["pieces"]:
-            size = part["parameters"][number].numel()
+            size = parameters[number].numel()
             whole = state.setdefault(f"state{number}", torch.full((3, size), float("nan")))
             assert whole[:, start:stop].isnan().all()
             whole[:, start:stop] = part["data"][:, position : position + stop - start]
             position += stop - start
     assert not any(whole.isnan().any() for whole in state.values())
-    for part in saved:
-        for number, parameter in enumerate(part["parameters"]):
-            assert torch.equal(parameter, saved[0]["parameters"][number]), "parameters differ between ranks"
-    return state | {f"parameter{n}": p for n, p in enumerate(saved[0]["parameters"])} | {"steps": saved[0]["steps"]}
+    return state | {f"parameter{n}": p for n, p in parameters.items()} | {"steps": saved[0]["steps"]}
 
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:

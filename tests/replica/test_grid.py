@@ -33,6 +33,8 @@ def test_every_group_of_megatron_is_a_set_of_the_grid(sizes: tuple[int, int, int
         own = {(grid.rank,), *grid.across()}
         own |= {tuple(sorted(grid.number(place, other) for other in shards)) for shards in grid.within()}
         assert own >= {group for group in groups if grid.rank in group}
+        assert [*grid.same_slice()] in dense.get_ranks("dp") and grid.rank in grid.same_slice()
+        assert set(grid.same_slice()[place * expert : (place + 1) * expert]) <= grid.partners().keys()
     assert numbers == set(range(shape.workers))
 
 

@@ -49,6 +49,12 @@ EXPERTS: dict[str, Any] = {
 }
 """A model whose experts two workers of each replica divide."""
 
+ZERO1_EXPERTS: dict[str, Any] = {
+    "ddp": ZERO1["ddp"],
+    "optimizer": {**EXPERTS["optimizer"], **ZERO1["optimizer"]},
+}
+"""Settings of that model that differ with the distributed optimizer."""
+
 
 def wait_replicas(
     cluster: Cluster,

@@ -79,12 +79,12 @@ def held_checkpoint(
     if copies is None:
         state["optimizer"] = optimizer.sharded_state_dict(model, metadata=_content())
     else:
-        placed, parameters = _placed(model, _is_of_first_replica), [*ddps[0].module.parameters()]
+        placed, parameters = _placed(model, _is_of_first_lane), [*ddps[0].module.parameters()]
         ranges = {
             name: [*_ranges(stored.holding.pieces, stored.data, parameters, placed)] for name, stored in copies.items()
         }
-        (own,) = parts_of(optimizer)
-        state["optimizer"] = {**own.state_dict(), "param_state_sharding_type": _SHARDING}
+        parts = [{**part.state_dict(), "param_state_sharding_type": _SHARDING} for part in parts_of(optimizer)]
+        state["optimizer"] = parts[0] if len(parts) == 1 else dict(enumerate(parts))
     state |= {"rest": rest, "content_metadata": _content()}
     placed_part, common = save_preprocess(state, validate_access_integrity=False)
     shard = [_held(each) for each in nested_values(placed_part) if _is_of_first_replica(each)]
@@ -117,7 +117,8 @@ def load_folder(path: str | Path, ddps: Sequence[Any], optimizer: Any) -> None:
     loaded = _read(stored, path, state, ranges, parts)
     for ddp, name in zip(ddps, model, strict=True):
         ddp.module.load_state_dict(loaded[name])
-    loaded["optimizer"].pop("param_state", None)
+    for part in [loaded["optimizer"]] if len(parts) == 1 else loaded["optimizer"].values():
+        part.pop("param_state", None)
     optimizer.load_state_dict(loaded["optimizer"])
     for part in parts:
         _own_steps(part)
@@ -295,8 +296,12 @@ def _is_of_first_replica(each: ShardedTensor | ShardedObject) -> bool:
         )
     # With experts the two ranks are equal only in the first lane of the first replica; otherwise always.
     columns = parallel_state.get_expert_model_parallel_world_size() * parallel_state.get_context_parallel_world_size()
-    lane = own % columns if found[-1] == own else 0
-    return bool(is_main_replica((*found[:-1], lane)))
+    return _is_of_first_lane(each) and (found[-1] != own or own % columns == 0)
+
+
+def _is_of_first_lane(each: ShardedTensor) -> bool:
+    """Whether the first lane of the first replica would write an entry that all lanes have, or the own lane's."""
+    return bool(is_main_replica((*each.replica_id[:-1], 0)))
 
 
 # ---- ranges of the distributed optimizer
@@ -350,7 +355,7 @@ def _ranges(
     """Describe ranges of the optimizer's state, with their values [3, elements]."""
     position = 0
     for piece in pieces:
-        for place in placed[parameters[piece.parameter]]:
+        for place in placed[parameters[piece.parameter % len(parameters)]]:
             end = place.start + place.chunk.data.numel()
             first, last = max(piece.start, place.start), min(piece.stop, end)
             if first < last:

@@ -114,10 +114,14 @@ class ShardModel:
 
     # ---- a step
 
-    stages = False
+    @property
+    def stages(self) -> bool:
+        """Whether the update is before the commit: with the distributed optimizer, whose replicas gather parameters."""
+        return self.keeper is not None
 
     def stage(self) -> None:
-        """Do nothing: Megatron's updates communicate with a keeper only."""
+        """Step the distributed optimizer; the keeper has the version before."""
+        self._step()
 
     def begin(self) -> None:
         """Reset the gradients."""
@@ -240,10 +244,17 @@ class ShardModel:
         self.grad_norm = math.nan if self.overflowed else float(self.optimizer.get_grad_norm())
 
     def update(self) -> None:
+        """After the commit: step the optimizer, unless that was staged, and change the routers' biases, of which no
+        copies are kept.
+        """
+        if not self.stages:
+            self._step()
+        if not self.overflowed:
+            self.experts.update()
+
+    def _step(self) -> None:
         """Clip, and step the optimizer, as Megatron's own ``step`` does after the norm; only change the loss scale if
         some gradient is not finite.
-
-        Without communication, except that with the distributed optimizer replicas gather the parameters.
         """
         self.before_update()
         for scaler in self._scalers:
@@ -257,7 +268,6 @@ class ShardModel:
                     parameters, max_norm=optimizer.config.clip_grad, total_norm=self.grad_norm, use_decoupled_grad=False
                 )
         self.optimizer.step_with_ready_grads()
-        self.experts.update()
 
     @property
     def scales(self) -> bool:

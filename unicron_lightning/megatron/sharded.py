@@ -32,10 +32,6 @@ from unicron_lightning.replica.mirror import (
     Piece,
     Redundancy,
     Stored,
-    assemble,
-    cut,
-    missing,
-    transfers,
 )
 from unicron_lightning.worker.communication.communicator import gather_rows
 from unicron_lightning.worker.engine import Engine
@@ -62,7 +58,7 @@ HOLDERS_OF_BUFFERS: Final = (
 
 
 def parameter_groups(ddp: Any, config: Any) -> dict[int, int]:
-    """Place of each parameter of a stage in the optimizer's ``param_groups``, whichever ranks hold pieces of it.
+    """Place of each parameter of a rank's model in its optimizer's ``param_groups``, whichever ranks hold pieces of it.
 
     Call it in the groups in which the optimizer is built: megatron-core aligns the places over the world.
 
@@ -70,9 +66,12 @@ def parameter_groups(ddp: Any, config: Any) -> dict[int, int]:
         ddp: as for `ShardedOptimizer`.
         config: megatron-core's `OptimizerConfig`.
     """
-    numbers = {p: number for number, p in enumerate(ddp.module.parameters())}
-    groups = enumerate(_get_param_groups([ddp], config, None))
-    return {numbers[parameter]: place for place, group in groups for parameter in group["params"]}
+    numbers, found = _numbers(ddp), {}
+    groups = _get_param_groups([ddp], config, None)
+    for of_experts in (False, True):  # whose optimizer has groups of its own
+        own = [group for group in groups if group["is_expert_parallel"] is of_experts]
+        found.update({numbers[parameter]: place for place, group in enumerate(own) for parameter in group["params"]})
+    return found
 
 
 def parts_of(optimizer: Any) -> list[Any]:
@@ -105,7 +104,11 @@ def initialize_state(part: Any) -> None:
 
 
 class ShardedOptimizer:
-    """A rank's model with its distributed optimizer.
+    """A rank's model with its distributed optimizers: that of the parameters which its replica's lanes have in common,
+    divided over lanes and replicas, and that of the lane's own experts, divided over replicas.
+
+    Parameters are numbered as in the model; to those of an expert the number of parameters is added for each earlier
+    lane, so that each element of all lanes has a name, and the ranks of all lanes mirror and restore them together.
 
     Args:
         ddp: the `DistributedDataParallel` module passed to `get_megatron_optimizer`.
@@ -118,12 +121,14 @@ class ShardedOptimizer:
 
     def __init__(self, ddp: Any, optimizer: Any, groups: Mapping[int, int] | None = None) -> None:
         self._ddp = ddp
-        self._optimizer = _only(optimizer)
-        _check_supported(ddp, self._optimizer)
+        self._optimizers: list[Any] = parts_of(optimizer)
+        _check_supported(ddp, self._optimizers)
         self._parameters: list[nn.Parameter] = [*ddp.module.parameters()]
-        self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        self._numbers = _numbers(ddp)
         self._known_groups = dict(groups or {})
-        initialize_state(self._optimizer)
+        self.lanes = parallel_state.get_expert_model_parallel_world_size()
+        for each in self._optimizers:
+            initialize_state(each)
 
     @property
     def device(self) -> torch.device:
@@ -132,31 +137,37 @@ class ShardedOptimizer:
 
     @property
     def whole(self) -> tuple[Piece, ...]:
-        """All trained elements of the stage."""
-        return tuple(Piece(n, 0, p.numel()) for n, p in enumerate(self._parameters) if p.requires_grad)
+        """All trained elements of the stage, with the experts of all lanes."""
+        count = len(self._parameters)
+        return tuple(
+            Piece(number + count * lane, 0, parameter.numel())
+            for number, parameter in enumerate(self._parameters)
+            for lane in range(self.lanes if _is_experts(parameter) else 1)
+            if parameter.requires_grad
+        )
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """This rank's shard in the present layout."""
         return tuple(
-            Piece(self._numbers[parameter], stretch.start, stretch.end) for parameter, stretch in self._stretches()
+            Piece(self._numbers[parameter], stretch.start, stretch.end) for _, parameter, stretch in self._stretches()
         )
 
     @property
     def groups(self) -> dict[int, int]:
-        """Place of each parameter in the optimizer's ``param_groups``, as far as this rank knows."""
-        found = self._optimizer.model_param_group_index_map
-        return {**self._known_groups, **{self._numbers[parameter]: index for parameter, (index, _) in found.items()}}
+        """Place of each parameter in its optimizer's ``param_groups``, as far as this rank knows."""
+        found = [item for each in self._optimizers for item in each.model_param_group_index_map.items()]
+        return {**self._known_groups, **{self._numbers[parameter]: index for parameter, (index, _) in found}}
 
     @property
     def steps(self) -> float:
         """Steps that Adam has counted, for its bias correction."""
-        return _steps(self._optimizer.optimizer)
+        return max(_steps(each.optimizer) for each in self._optimizers)
 
     def name(self, parameter: int) -> str:
         """A parameter's name, for messages."""
         names = [name for name, _ in self._ddp.module.named_parameters()]
-        return str(names[parameter])
+        return str(names[parameter % len(names)])
 
     @torch.no_grad()
     def read(self, target: Tensor) -> None:
@@ -167,8 +178,8 @@ class ShardedOptimizer:
                 is asynchronous on the current stream.
         """
         position = 0
-        for parameter, stretch in self._stretches():
-            tensors = self._optimizer._get_main_param_and_optimizer_states(parameter)
+        for optimizer, parameter, stretch in self._stretches():
+            tensors = optimizer._get_main_param_and_optimizer_states(parameter)
             for row, field in enumerate(FIELDS):
                 target[row, position : position + stretch.size].copy_(tensors[field].view(-1), non_blocking=True)
             position += stretch.size
@@ -177,16 +188,17 @@ class ShardedOptimizer:
     def write(self, source: Tensor, steps: float) -> None:
         """Set the shard to a copy made by `read`, and this rank's part of the parameters to it."""
         position = 0
-        for parameter, stretch in self._stretches():
-            tensors = self._optimizer._get_main_param_and_optimizer_states(parameter)
+        for optimizer, parameter, stretch in self._stretches():
+            tensors = optimizer._get_main_param_and_optimizer_states(parameter)
             for row, field in enumerate(FIELDS):
                 tensors[field].view(-1).copy_(source[row, position : position + stretch.size])
             position += stretch.size
-        _set_steps(self._optimizer.optimizer, steps)
-        self._optimizer._copy_main_params_to_model_params()
+        for each in self._optimizers:
+            _set_steps(each.optimizer, steps)
+            each._copy_main_params_to_model_params()
 
     def gather_parameters(self) -> None:
-        """Send every rank's part of the parameters to all. A collective of the data-parallel group."""
+        """Send every rank's part of the parameters to all that have them. A collective of the data-parallel groups."""
         self._ddp.start_param_sync(force_sync=True)
 
     def lay_out(self, groups: Mapping[int, int]) -> None:
@@ -202,27 +214,31 @@ class ShardedOptimizer:
         ddp = self._ddp
         factor = ddp.buffers[0].buckets[0].gradient_scaling_factor
         gradients: dict[Any, Tensor] = {p: p.main_grad.to("cpu", copy=True) for p in self._trained()}
-        self._optimizer.optimizer.state.clear()
-        for group in self._optimizer.optimizer.param_groups:
-            group["params"] = []  # in fp32 these are views, whose graphs would keep the old layout's hooks alive
-        for name in HOLDERS_OF_BUFFERS:
-            getattr(self._optimizer, name).clear()
+        for optimizer in self._optimizers:
+            optimizer.optimizer.state.clear()
+            for group in optimizer.optimizer.param_groups:
+                group["params"] = []  # in fp32 these are views, whose graphs would keep the old layout's hooks alive
+            for name in HOLDERS_OF_BUFFERS:
+                getattr(optimizer, name).clear()
         _take_apart(ddp)
         training = ddp.training
         type(ddp).__init__(ddp, ddp.config, ddp.ddp_config, ddp.module, disable_bucketing=False)
         ddp.training = training  # not of the model: in an evaluation it has a mode of its own
         for bucket in _buckets(ddp):
             bucket.gradient_scaling_factor = factor
-        self._lay_out_optimizer(groups)
+        for optimizer, of_experts in zip(self._optimizers, (False, True), strict=False):
+            self._lay_out_optimizer(optimizer, groups, of_experts=of_experts)
         for parameter, gradient in gradients.items():
             parameter.main_grad.copy_(gradient)
 
-    def _lay_out_optimizer(self, groups: Mapping[int, int]) -> None:
-        optimizer, adam = self._optimizer, self._optimizer.optimizer
+    def _lay_out_optimizer(self, optimizer: Any, groups: Mapping[int, int], *, of_experts: bool) -> None:
+        adam = optimizer.optimizer
+        own = [(p, groups.get(self._numbers[p])) for p in self._parameters if _is_experts(p) is of_experts]
         for index, group in enumerate(adam.param_groups):
-            group["params"] = [self._parameters[number] for number in sorted(groups) if groups[number] == index]
+            group["params"] = [parameter for parameter, place in own if place == index]
         with_gloo = optimizer.data_parallel_group_gloo is not None
         found = ProcessGroupCollection.setup_process_groups_for_optimizer(None, [self._ddp], with_gloo)
+        over = "intra_expt_dp_group" if of_experts else "intra_dp_cp_group"
         type(optimizer).__init__(
             optimizer,
             adam,
@@ -230,9 +246,9 @@ class ShardedOptimizer:
             optimizer.grad_scaler,
             optimizer.init_state_fn,
             model_chunks=[self._ddp],
-            per_model_buffers={0: self._ddp.buffers},
-            data_parallel_group=found["intra_dp_cp_group"],
-            data_parallel_group_gloo=found["intra_dp_cp_group_gloo"],
+            per_model_buffers={0: self._ddp.expert_parallel_buffers if of_experts else self._ddp.buffers},
+            data_parallel_group=found[over],
+            data_parallel_group_gloo=found[f"{over}_gloo"],
             data_parallel_group_idx=optimizer.data_parallel_group_idx,
             distributed_optimizer_instance_id=optimizer.distributed_optimizer_instance_id,
         )
@@ -244,33 +260,36 @@ class ShardedOptimizer:
         """Parameters that have gradients."""
         return (parameter for parameter in self._parameters if parameter.requires_grad)
 
-    def _stretches(self) -> Iterator[tuple[nn.Parameter, Any]]:
-        """This rank's parameters with their ranges, in the order of the layout."""
-        for parameter in self._optimizer.model_param_gbuf_map:
-            yield parameter, self._optimizer._get_model_param_range_map(parameter)["param"]
+    def _stretches(self) -> Iterator[tuple[Any, nn.Parameter, Any]]:
+        """This rank's parameters with their optimizers and ranges, in the order of the layout."""
+        for optimizer in self._optimizers:
+            for parameter in optimizer.model_param_gbuf_map:
+                yield optimizer, parameter, optimizer._get_model_param_range_map(parameter)["param"]
 
 
-def _only(optimizer: Any) -> Any:
-    """The single distributed optimizer."""
-    parts = parts_of(optimizer)
-    if len(parts) != 1:
-        raise ConfigError(
-            f"the optimizer is a chain of {len(parts)}, as with expert parallelism and "
-            "overlap_param_gather_with_optimizer_step; expected one DistributedOptimizer for all parameters"
-        )
-    return parts[0]
+def _is_experts(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is that of experts which only this lane has."""
+    return not getattr(parameter, "allreduce", True)
 
 
-def _check_supported(ddp: Any, optimizer: Any) -> None:
-    config = optimizer.config
+def _numbers(ddp: Any) -> dict[nn.Parameter, int]:
+    """Number a rank's parameters, see `ShardedOptimizer`."""
+    parameters = [*ddp.module.parameters()]
+    first = len(parameters) * parallel_state.get_expert_model_parallel_rank()
+    return {each: number + (first if _is_experts(each) else 0) for number, each in enumerate(parameters)}
+
+
+def _check_supported(ddp: Any, optimizers: Sequence[Any]) -> None:
+    config, kinds = optimizers[0].config, [False, True][: len(optimizers)]
+    divided = [{group["is_expert_parallel"] for group in each.param_groups} for each in optimizers]
     refused = {
+        "a chain of optimizers for one kind of parameters": divided != [{kind} for kind in kinds],
         "use_distributed_optimizer=False": not config.use_distributed_optimizer,
         "use_precision_aware_optimizer=True": config.use_precision_aware_optimizer,
         "optimizer_cpu_offload=True": config.optimizer_cpu_offload,
         "fp16=True": config.fp16,
         "use_megatron_fsdp=True": ddp.ddp_config.use_megatron_fsdp,
         "num_distributed_optimizer_instances>1": ddp.ddp_config.num_distributed_optimizer_instances > 1,
-        "expert parallelism": ddp.expert_parallel_buffers,
         f"optimizer={config.optimizer!r}": config.optimizer != "adam",
     }
     if found := [name for name, is_so in refused.items() if is_so]:
@@ -304,20 +323,21 @@ def _take_apart(ddp: Any) -> None:
         node.register_hook(lambda *_: None).hooks_dict_ref().clear()
     ddp.param_to_bucket_group.clear()
     ddp.grad_accs.clear()
-    for part in (*ddp.buffers, *_buckets(ddp)):
+    for part in (*ddp.buffers, *ddp.expert_parallel_buffers, *_buckets(ddp)):
         part.grad_data = part.param_data = None
-    for group in ddp.bucket_groups:
+    for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
         group.cached_grad_buffer_shard_list.clear()
         group.cached_param_buffer_shard_list.clear()
     for parameter in ddp.module.parameters():
         if parameter.requires_grad:
             del parameter.main_grad
             parameter.data = parameter.data.clone()
-    ddp.buffers, ddp.bucket_groups = [], []
+    ddp.buffers, ddp.bucket_groups, ddp.expert_parallel_buffers, ddp.expert_parallel_bucket_groups = [], [], [], []
 
 
 def _buckets(ddp: Any) -> list[Any]:
-    return [bucket for group in ddp.bucket_groups for bucket in group.buckets]
+    groups = (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
+    return [bucket for group in groups for bucket in group.buckets]
 
 
 class ShardKeeper:
@@ -345,7 +365,9 @@ class ShardKeeper:
         self.ahead = 0
 
     def found(self, engine: Engine, channels: Channels) -> None:
-        """Distribute the shards over the present replicas at the task's start. A collective of this shard's workers."""
+        """Distribute the shards over the present replicas at the task's start. A collective of the workers that
+        exchange copies (`Channels.exchange`).
+        """
         assert channels.exchange is not None
         self.mirror.place = _place(engine)
         self.mirror.forget(-1)
@@ -356,7 +378,7 @@ class ShardKeeper:
         self.mirror.join(channels.exchange)
 
     def keep(self, version: int) -> None:
-        """Return when the present shard is safe. A collective of this shard's workers.
+        """Return when the present shard is safe. A collective of the workers that exchange copies.
 
         Raises:
             CommunicatorAborted: one of them failed.
@@ -380,15 +402,17 @@ class ShardKeeper:
         """Return this worker's shard as plain data: its pieces, values as of `ShardedOptimizer.read`, and steps."""
         own = self.present()
         pieces = [[each.parameter, each.start, each.stop] for each in own.holding.pieces]
-        return {"pieces": pieces, "data": own.data, "steps": self._optimizer.steps}
+        ring = self.mirror.ring
+        place = [ring.rank, len(ring.layouts)]
+        return {"pieces": pieces, "data": own.data, "steps": self._optimizer.steps, "place": place}
 
     def load_plain(self, states: Sequence[Mapping[str, Any]], version: int) -> None:
-        """Load the parts of all workers that have had this shard, however many there are now. A collective of those.
+        """Load the parts of all workers that have had this shard, however many there are now. A collective of those
+        and, with experts, of the other lanes' workers.
 
         Raises:
             CommunicatorAborted: one of them failed.
         """
-        own = self._optimizer.pieces
         stored = [
             Stored(
                 holding=Holding(version=version, pieces=tuple(Piece(*each) for each in state["pieces"])),
@@ -397,18 +421,14 @@ class ShardKeeper:
             )
             for state in states
         ]
-        found = transfers(version, [(each.holding,) for each in stored], [own])
-        values = [cut(stored[each.source], each.piece).reshape(-1) for each in found]
-        data = assemble(own, [each.piece for each in found], torch.cat(values or [torch.empty(0)]))
-        self._optimizer.write(data, float(states[0]["steps"]))
-        run_released(self._optimizer.gather_parameters)
+        run_released(lambda: self.mirror.load(stored, max(float(state["steps"]) for state in states)))
         self.mirror.forget(version - 1)
         self.keep(version)
 
     def complete(self, states: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the parts of some workers are the whole shard."""
-        held = [(Holding(version=0, pieces=tuple(Piece(*each) for each in state["pieces"])),) for state in states]
-        return not missing(0, held, self._optimizer.whole)
+        """Whether there are the parts of all workers that have had this shard."""
+        whole: int = states[0]["place"][1]
+        return len({state["place"][0] for state in states}) * self._optimizer.lanes == whole
 
     def enter(self, engine: Engine, channels: Channels | None, version: int) -> None:
         """Set state, parameters and layout for an epoch's replicas. All members of the epoch call this.

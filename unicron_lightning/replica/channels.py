@@ -439,8 +439,7 @@ class Channels:
     Attributes:
         inner: within the replica, by shards.
         outer: across replicas, by ranks.
-        exchange: among the workers of this shard, in the order of replicas, for tensors in host memory; None without
-            mirrors.
+        exchange: among the workers of `Grid.same_slice`, for tensors in host memory; None without mirrors.
         inner_accelerated, outer_accelerated: NCCL's groups of the same sets, made by the strategy.
     """
 
@@ -471,11 +470,12 @@ class Channels:
                 if grid.replicas > 1 and ranks not in self.outer:
                     name = "outer/" + "-".join(map(str, ranks))
                     self.outer[ranks] = self._open(name, ranks.index(grid.rank), len(ranks), host, all_pairs=False)
-            if mirrors and grid.replicas == 1:
+            ranks = grid.same_slice() if mirrors else ()
+            if len(ranks) == 1:
                 self.exchange = SoloCommunicator()
             elif mirrors:
-                beside = dist.PrefixStore(f"mirrors/{grid.shard}", store)
-                self.exchange = GlooCommunicator(beside, grid.place, grid.replicas, host)
+                beside = dist.PrefixStore(f"mirrors/{ranks[0]}", store)
+                self.exchange = GlooCommunicator(beside, ranks.index(grid.rank), len(ranks), host)
         except (RuntimeError, OSError):
             self.close()
             raise

@@ -173,21 +173,25 @@ class Grid:
         """Sets of several replicas, as ranks: this worker's shard and, unless parameters are divided into shards, its
         stage and all ranks; with several columns also the workers of the same slice in all of them.
         """
-        shape, every = self.shape, range(self.replicas)
-        yield tuple(sorted(self.number(place, self.shard) for place in every))
+        shape = self.shape
+        yield tuple(sorted(self.number(place, self.shard) for place in range(self.replicas)))
         if shape.sharded:
             return
-        tensor, stage = shape.coordinate(self.shard)
-        slices, columns = range(shape.tensor), range(shape.columns)
-
-        def ranks(slices: Sequence[int]) -> tuple[int, ...]:
-            shards = [shape.shard(other, column, stage) for column in columns for other in slices]
-            return tuple(sorted(self.number(place, shard) for place in every for shard in shards))
-
-        if len(columns) > 1:
-            yield ranks([tensor])
-        yield ranks(slices)
+        if shape.columns > 1:
+            yield self.same_slice()
+        yield self._of_stage(range(shape.tensor))
         yield tuple(range(self.size))
+
+    def same_slice(self) -> tuple[int, ...]:
+        """Ranks of the same slice of this worker's stage with Megatron, in the columns of all replicas: the columns of
+        a replica are successive.
+        """
+        return self._of_stage([self.shape.coordinate(self.shard)[0]])
+
+    def _of_stage(self, slices: Sequence[int]) -> tuple[int, ...]:
+        shape, stage = self.shape, self.shape.coordinate(self.shard)[1]
+        shards = [shape.shard(other, column, stage) for column in range(shape.columns) for other in slices]
+        return tuple(sorted(self.number(place, shard) for place in range(self.replicas) for shard in shards))
 
 
 class StateLost(UnicronError):

@@ -95,7 +95,7 @@ class ReplicaModel(Protocol):
 
     @property
     def stages(self) -> bool:
-        """Whether the update communicates within the replica, and so is staged before the commit."""
+        """Whether the update communicates, and so is staged before the commit."""
 
     def begin(self) -> None:
         """Reset the gradients."""
@@ -107,10 +107,12 @@ class ReplicaModel(Protocol):
         """Process the reduced gradients within the replica, and compute their norm."""
 
     def stage(self) -> None:
-        """Compute an update that communicates, again after a failure; parameters and states stay as they are."""
+        """Compute an update that communicates, again after a failure; parameters and states stay as they are, or the
+        keeper has them.
+        """
 
     def update(self) -> None:
-        """Step the optimizer, or take what was staged; without communication unless there is a keeper."""
+        """Step the optimizer, or take what was staged; without communication."""
 
     def unify(self) -> None:
         """Equalise the initial parameters of all replicas."""
@@ -286,10 +288,9 @@ class ReplicaMember(Generic[_Model]):
         return shares_of(micro_batches, replicas, counts if complete else None)[place.replica]
 
     def update(self) -> None:
-        """Update after the commit, without other workers. With a keeper, the update was before."""
+        """Update after the commit, without other workers."""
         if self.fabric.phase == "ready":
-            if self.model.keeper is None:
-                self.model.update()
+            self.model.update()
             self.fabric.stepped()
 
     def finish(self, engine: Engine) -> None:

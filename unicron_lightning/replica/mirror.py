@@ -3,7 +3,9 @@
 With the distributed optimizer (ZeRO-1) each data-parallel rank of a stage owns a *shard*: ranges of the flattened
 parameters with their main values and moments. A *holding* is a copy of one shard after a number of optimizer steps, its
 *version*, in the host memory of its owner or of a rank that mirrors it. Shards do not depend on the group's size: a
-holding made among three ranks serves a group of two, or of four.
+holding made among three ranks serves a group of two, or of four. If the lanes of a replica divide experts, the group
+has the ranks of all lanes, and its whole the experts of all of them; a shard's copies are at ranks of its own lane, in
+other replicas, since the ranks of a replica are lost together.
 
 After each optimizer step and before its commit (`Mirror.keep`) a rank copies its shard into host memory and sends it
 to its holders. Every buffer exists twice, so that one of two successive versions is complete at any moment. After a
@@ -182,6 +184,9 @@ class Exchange(EpochCollectives, Protocol):
 class MirroredOptimizer(Protocol):
     """A rank's shard of an optimizer that is spread over a group, as `megatron.sharded.ShardedOptimizer` is."""
 
+    lanes: int
+    """Successive ranks of the group that belong to one replica."""
+
     @property
     def device(self) -> torch.device: ...
     @property
@@ -255,17 +260,19 @@ class Ring:
     """Senders and holders in the present group.
 
     Args:
+        rank: of this member.
         layouts: each rank's shard.
         rounds: in each, the holder of each rank's copy.
     """
 
+    rank: int
     layouts: Sequence[tuple[Piece, ...]]
     rounds: list[list[int]]
     slots: list[VersionBuffers] = field(default_factory=list)
 
-    def sources(self, number: int, rank: int) -> list[int]:
-        """Owners of the copies that a rank keeps from one round, in rank order."""
-        return [owner for owner, holder in enumerate(self.rounds[number]) if holder == rank]
+    def sources(self, number: int) -> list[int]:
+        """Owners of the copies that this rank keeps from one round, in rank order."""
+        return [owner for owner, holder in enumerate(self.rounds[number]) if holder == self.rank]
 
     def elements(self, owner: int) -> int:
         """Number of elements of a rank's shard."""
@@ -321,18 +328,17 @@ class Mirror:
             self._copy(version)
 
     @property
-    def ranks(self) -> int:
-        """Ranks of the present group."""
+    def ring(self) -> Ring:
+        """The present group."""
         assert self._ring is not None, "call join first"
-        return len(self._ring.layouts)
+        return self._ring
 
     def copies(self, version: int) -> dict[int, Stored]:
         """Return the copies of a version in the present layout by their owners, this rank's own first.
 
         There are none if its own is missing. They do not change until `keep` is called for the second version after it.
         """
-        assert self._ring is not None and self._exchange is not None, "call join first"
-        layouts, rank = self._ring.layouts, self._exchange.rank
+        layouts, rank = self.ring.layouts, self.ring.rank
         stored = [s for s in self._stored if (s.holding.version, s.layout) == (version, self._layout)]
         owners = sorted(range(len(layouts)), key=lambda owner: owner != rank)
         found = {owner: s for owner in owners for s in stored if s.holding.pieces == layouts[owner]}
@@ -394,16 +400,28 @@ class Mirror:
         held = [report.holdings for report in self._surveyed]
         if version not in versions(held, self._optimizer.whole):
             raise ShardsLost(f"version {version} of the optimizer's state cannot be restored: {self.lost() or held}")
-        steps = next(report.steps[version] for report in self._surveyed if version in report.steps)
+        steps = max(report.steps.get(version, 0.0) for report in self._surveyed)
         groups = {number: group for report in self._surveyed for number, group in report.groups.items()}
         self._optimizer.lay_out(groups)
         layouts = [report.pieces for report in self._gather(exchange, ())]
-        data = self._fetch(exchange, version, held, layouts)
+        data = self._fetch(exchange, version, self._stored, held, layouts)  # the stored list is the reported one
         self._optimizer.write(data, steps)
         self._optimizer.gather_parameters()
         self._groups = groups
         self._stored = [stored for stored in self._stored if stored.holding.version == version]
         self._arrange(layouts, [report.place for report in self._surveyed])
+
+    def load(self, stored: Sequence[Stored], steps: float) -> None:
+        """Fill the optimizer with copies of one version that the members have from elsewhere. A collective of the
+        group; call `keep` after it.
+        """
+        exchange = self._exchange
+        assert exchange is not None, "call join first"
+        reports = self._gather(exchange, tuple(each.holding for each in stored))
+        held, layouts = [report.holdings for report in reports], [report.pieces for report in reports]
+        data = self._fetch(exchange, stored[0].holding.version, stored, held, layouts)
+        self._optimizer.write(data, steps)
+        self._optimizer.gather_parameters()
 
     def _gather(self, exchange: Exchange | SoloCommunicator, holdings: tuple[Holding, ...]) -> list[HoldingsReport]:
         self._exchange = exchange
@@ -420,13 +438,14 @@ class Mirror:
     def _arrange(self, layouts: list[tuple[Piece, ...]], places: list[RackAndNode]) -> None:
         """Adopt a layout. Stored copies of older layouts stay until a version is complete in this one."""
         assert self._exchange is not None
-        ranks, copies = range(len(layouts)), self._redundancy.copies
-        chosen = [apart(rank, following(ranks, rank), places, copies, anywhere=True) for rank in ranks]
-        ring = Ring(layouts=layouts, rounds=[list(holders) for holders in zip(*chosen, strict=True)])
+        ranks, copies, lanes = range(len(layouts)), self._redundancy.copies, self._optimizer.lanes
+        others = [following(ranks[rank % lanes :: lanes], rank // lanes) for rank in ranks]
+        chosen = [apart(rank, others[rank], places, copies, anywhere=True) for rank in ranks]
         rank, pinned = self._exchange.rank, self._optimizer.device.type == "cuda"
+        ring = Ring(rank=rank, layouts=layouts, rounds=[list(holders) for holders in zip(*chosen, strict=True)])
         if self._redundancy.copies:
             for _ in range(2):
-                received = [sum(map(ring.elements, ring.sources(n, rank))) for n in range(len(ring.rounds))]
+                received = [sum(map(ring.elements, ring.sources(n))) for n in range(len(ring.rounds))]
                 own = torch.empty(ROWS, ring.elements(rank), pin_memory=pinned)
                 ring.slots.append(VersionBuffers(own=own, kept=[torch.empty(ROWS * elements) for elements in received]))
         self._ring = ring
@@ -457,7 +476,7 @@ class Mirror:
         self._store(version, ring.layouts[exchange.rank], slot.own)
         for number, kept in enumerate(slot.kept):
             assert not isinstance(exchange, SoloCommunicator)
-            sources = ring.sources(number, exchange.rank)
+            sources = ring.sources(number)
             sent_to = [0] * exchange.world
             sent_to[ring.rounds[number][exchange.rank]] = slot.own.numel()
             received_from = [ROWS * ring.elements(owner) if owner in sources else 0 for owner in range(exchange.world)]
@@ -479,18 +498,18 @@ class Mirror:
         self,
         exchange: Exchange | SoloCommunicator,
         version: int,
+        stored: Sequence[Stored],
         held: list[tuple[Holding, ...]],
         layouts: list[tuple[Piece, ...]],
     ) -> Tensor:
-        """Fetch this member's shard of the new layout from all members' copies."""
+        """Fetch this member's shard of a layout from all members' copies, of which ``stored`` are its own."""
         found = transfers(version, held, layouts)
         rank, world = exchange.rank, exchange.world
         out = [item for item in found if item.source == rank]
         into = [item for item in found if item.target == rank]
         out.sort(key=lambda item: (item.target, item.piece))
         into.sort(key=lambda item: (item.source, item.piece))
-        # The stored list is the reported one.
-        sent = torch.cat([cut(self._stored[item.holding], item.piece).reshape(-1) for item in out] or [torch.empty(0)])
+        sent = torch.cat([cut(stored[item.holding], item.piece).reshape(-1) for item in out] or [torch.empty(0)])
         received = torch.empty(ROWS * sum(len(item.piece) for item in into))
         sent_to = [ROWS * sum(len(item.piece) for item in out if item.target == other) for other in range(world)]
         received_from = [ROWS * sum(len(item.piece) for item in into if item.source == other) for other in range(world)]

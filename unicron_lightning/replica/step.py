@@ -239,21 +239,18 @@ class ReplicaStep(Step[SumsT]):
             self._state = FINAL if state == SUMMED else OPEN
 
     def _update_shard(self, engine: Engine) -> None:
-        """If optimizer shards are spread over replicas: do the update, and copy it. If it communicates: stage it."""
+        """If the update communicates: stage it. If optimizer shards are spread over replicas: copy it."""
         keeper, done = self._model.keeper, self._fabric.at
-        if self._model.stages:
-            engine.fault("update", engine.step)
-            run_released(self._model.stage, self._fabric)
-            self._fabric.arrive(self._device)
-            engine.fault("updated", engine.step)
-        if keeper is None:
+        if not self._model.stages:
             return
-        assert done is not None
-        run_released(self._model.update, self._fabric)
+        engine.fault("update", engine.step)
+        run_released(self._model.stage, self._fabric)
         self._fabric.arrive(self._device)
         engine.fault("updated", engine.step)
-        keeper.keep(done + 1)
-        engine.fault("kept", engine.step)
+        if keeper is not None:
+            assert done is not None
+            keeper.keep(done + 1)
+            engine.fault("kept", engine.step)
 
     def _gate(self, engine: Engine) -> None:
         """Pass the gate. A worker that leaves the step before it need not cut its partners' connections; afterwards it

@@ -81,30 +81,27 @@ def test_configurations(config: dict, ddp: dict, optimizer: dict, message: str) 
 
 
 @pytest.mark.parametrize(
-    ("config", "ddp", "shape", "message"),
+    ("config", "shape", "message"),
     [
         (
-            {},
             {},
             {"tensor": 2},
             r"tensor_model_parallel_size=2 with num_moe_experts=8: .* expected .*sequence_parallel=T",
         ),
-        ({}, {"use_distributed_optimizer": True}, {}, r"use_distributed_optimizer=True.* no copies; expected False"),
         (
             {"expert_tensor_parallel_size": 1, "sequence_parallel": True},
-            {},
             {"tensor": 2},
             "expert_tensor_parallel_size=1 with num_moe_experts=8: TP slices the experts, too; expected 2",
         ),
-        ({"moe_token_dispatcher_type": "flex"}, {}, {}, r"'flex'.* expected 'allgather' or 'alltoall'"),
-        ({"moe_router_force_load_balancing": True}, {}, {}, "draws by rank"),
-        ({"moe_shared_expert_overlap": True}, {}, {}, "moe_shared_expert_overlap=True"),
-        ({"moe_enable_routing_replay": True}, {}, {}, "moe_enable_routing_replay=True"),
-        ({"moe_router_load_balancing_type": "global_aux_loss"}, {}, {}, "would depend on those of other replicas"),
-        ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, {}, {}, r"\['aux_loss', 'global_aux"),
+        ({"moe_token_dispatcher_type": "flex"}, {}, r"'flex'.* expected 'allgather' or 'alltoall'"),
+        ({"moe_router_force_load_balancing": True}, {}, "draws by rank"),
+        ({"moe_shared_expert_overlap": True}, {}, "moe_shared_expert_overlap=True"),
+        ({"moe_enable_routing_replay": True}, {}, "moe_enable_routing_replay=True"),
+        ({"moe_router_load_balancing_type": "global_aux_loss"}, {}, "would depend on those of other replicas"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, {}, r"\['aux_loss', 'global_aux"),
     ],
 )
-def test_experts(config: dict, ddp: dict, shape: dict, message: str) -> None:
+def test_experts(config: dict, shape: dict, message: str) -> None:
     fields = {
         "num_moe_experts": 8,
         "moe_token_dispatcher_type": "allgather",
@@ -116,13 +113,13 @@ def test_experts(config: dict, ddp: dict, shape: dict, message: str) -> None:
     }
     there = Shape(**{"tensor": 1, "expert": 2, "replicas": 2, **shape})
     fields["expert_tensor_parallel_size"] = there.tensor  # as `TransformerConfig` sets it by default
-    ddp_config, grid = DistributedDataParallelConfig(), Shape(tensor=2, expert=2, pipeline=2, replicas=2)
-    check_experts(Config(**{**fields, "expert_tensor_parallel_size": 1}), ddp_config, replace(grid, tensor=1))
+    grid = Shape(tensor=2, expert=2, pipeline=2, replicas=2)
+    check_experts(Config(**{**fields, "expert_tensor_parallel_size": 1}), replace(grid, tensor=1))
     sliced = {"sequence_parallel": True, "expert_tensor_parallel_size": 2}
-    check_experts(Config(**{**fields, **sliced}), ddp_config, grid)
-    check_experts(Config(num_moe_experts=None), DistributedDataParallelConfig(**ddp), there)
+    check_experts(Config(**{**fields, **sliced}), grid)
+    check_experts(Config(num_moe_experts=None), there)
     with pytest.raises(ConfigError, match=message):
-        check_experts(Config(**{**fields, **config}), DistributedDataParallelConfig(**ddp), there)
+        check_experts(Config(**{**fields, **config}), there)
 
 
 def test_a_model_for_another_layout_than_the_task_has() -> None:
