@@ -9,9 +9,14 @@ from typing import Any
 
 import torch
 
+from unicron_lightning.megatron import shim
 
-def install() -> None:
-    """Patch torch in this process, after `unicron_lightning.megatron.shim.install`."""
+
+def install(settings: dict[str, Any]) -> None:
+    """Install Megatron's replacements for CUDA and, if a run's settings need it, patch torch in this process."""
+    shim.install()
+    if not (settings["toy"].get("double") and settings["ddp"].get("use_distributed_optimizer")):
+        return
     original: Any = torch.Tensor.type
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -27,8 +32,3 @@ def install() -> None:
     torch.Tensor.type = named  # type: ignore[method-assign, assignment]
     torch.Tensor.float = kept  # type: ignore[method-assign, assignment]
     torch.set_default_dtype(torch.float64)
-
-
-def is_wanted(settings: dict[str, Any]) -> bool:
-    """Whether a run's settings need the patch."""
-    return bool(settings["toy"].get("double") and settings["ddp"].get("use_distributed_optimizer"))

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from torch.utils.data import Subset, default_collate
 
 from unicron_lightning.data.sources import ChunkOrder
-from unicron_lightning.megatron import shim, toy
+from unicron_lightning.megatron import toy
 from unicron_lightning.strategies.megatron.batches import seed_micro_batch
 
 if TYPE_CHECKING:
@@ -37,9 +37,7 @@ DROPPED = 19
 
 def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps: list[int]) -> list[float]:
     """Scenario: train to the last of ``steps``, keep the parameters after each; return the gradients' norms."""
-    shim.install()
-    if doubled.is_wanted(settings):
-        doubled.install()
+    doubled.install(settings)
     torch.compiler.set_stance("force_eager")  # as in train.py
     options, experts, parts = toy.Toy(**settings["toy"]), settings.get("ep", 1), settings.get("cp", 1)
     plain.start(

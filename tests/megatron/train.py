@@ -23,7 +23,6 @@ warnings.simplefilter("ignore")  # hide megatron-core's warnings about packages 
 
 import faulthandler  # noqa: E402
 
-import doubled  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
@@ -35,6 +34,7 @@ if not torch.cuda.is_available():
 torch.compiler.set_stance("force_eager")  # each process would compile the routers' fused functions with a C++ compiler
 torch.set_num_threads(1)
 
+import doubled  # noqa: E402
 import lightning.pytorch as pl  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
@@ -391,8 +391,8 @@ def main() -> None:
     faults = Faults(folder, note)
     pl.seed_everything(SEED, verbose=False)
     options = toy.Toy(**settings["toy"])
-    if doubled.is_wanted(settings):
-        doubled.install()
+    if not torch.cuda.is_available():
+        doubled.install(settings)
     from unicron_lightning.replica.mirror import Redundancy
     from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
 
