@@ -344,8 +344,8 @@ def _divided(chance: random.Random, script: Script) -> Script:
     elif layout:
         # Megatron has other groups of parameters where workers divide experts; the first one is not the same.
         hooks = tuple(each for each in script.hooks if each != "rate_at_start" or layout not in ("expert", "biased"))
-        alone = layout in ("context", "virtual", "expert", "biased")  # beside it some options are refused
-        script = replace(script, zero=script.zero and not alone, tied=script.tied and layout != "virtual", hooks=hooks)
+        zero = script.zero and layout not in ("context", "virtual")  # refused
+        script = replace(script, zero=zero, tied=script.tied and layout != "virtual", hooks=hooks)
     return script
 
 
