@@ -21,7 +21,7 @@
     ├── ProgramsDiffer                      the members' scripts have taken different paths
     ├── WorkersDiffer (worker.agreement)    this worker trains something else than the others
     ├── SilentCorruption                    this worker has computed a wrong gradient
-    ├── GradientsDiffer (worker.witness)    gradients differ, and it is not known which worker's are wrong
+    ├── GradientsDiffer                     gradients differ, and it is not known which worker's are wrong
     ├── ParametersDiffer (worker.agreement) this worker's parameters differ from those of most others
     ├── CollectiveInStep (strategies.collectives)  a collective where ranks run different numbers of batches
     ├── ShapesDiffer (strategies.collectives)  tensors to be gathered cannot be stacked
@@ -103,6 +103,10 @@ class SilentCorruption(UnicronError):
     def __init__(self, message: str, suspect: Mapping[str, Any]) -> None:
         super().__init__(message)
         self.suspect = dict(suspect)
+
+
+class GradientsDiffer(UnicronError):
+    """The ranks' gradients of a micro-batch differ, and no majority decides which are wrong; all workers end."""
 
 
 class AgentUnavailable(UnicronError):

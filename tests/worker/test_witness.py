@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from worker.simulation import Coordinator, Fault, Killed, run_threads
 
-from unicron_lightning.errors import ConfigError, SilentCorruption
+from unicron_lightning.errors import ConfigError, GradientsDiffer, SilentCorruption
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.effects import Effects
 from unicron_lightning.worker.engine import Engine, EpochChanged
@@ -25,7 +25,6 @@ from unicron_lightning.worker.step import GradientStep
 from unicron_lightning.worker.sums import SumsLayout
 from unicron_lightning.worker.witness import (
     AGAIN,
-    GradientsDiffer,
     Judgement,
     Witness,
     WitnessedStep,

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from unicron_lightning.detection.health import UNKNOWN, classify
-from unicron_lightning.errors import ConfigError, ProgramsDiffer, SilentCorruption
+from unicron_lightning.errors import ConfigError, GradientsDiffer, ProgramsDiffer, SilentCorruption
 
 _OWN_KINDS: Final = (
     (ConfigError, "config_error"),
     (ProgramsDiffer, "programs_differ"),
     (SilentCorruption, "silent_data_corruption"),
+    (GradientsDiffer, "gradients_differ"),
 )
 """Kinds of this package's own errors."""
 

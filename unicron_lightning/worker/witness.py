@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from unicron_lightning.errors import ConfigError, SilentCorruption, UnicronError
+from unicron_lightning.errors import ConfigError, GradientsDiffer, SilentCorruption, UnicronError
 from unicron_lightning.worker.agreement import StateDigest, part_of, parts_of
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, EpochChanged
@@ -66,10 +66,6 @@ class ComparedGradients(Protocol):
 
     def present(self) -> dict[str, Tensor]:
         """Return the gradients that this worker has at present, by name."""
-
-
-class GradientsDiffer(UnicronError):
-    """The ranks' gradients of a micro-batch differ, and no majority decides which are wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,8 @@ from coordinator.fake_agent import FakeAgent
 
 from unicron_lightning import wire
 from unicron_lightning.detection.exceptions import describe
-from unicron_lightning.errors import SilentCorruption
+from unicron_lightning.errors import GradientsDiffer, SilentCorruption
 from unicron_lightning.worker.state_parts import partners_of
-from unicron_lightning.worker.witness import GradientsDiffer
 
 
 def copy(
@@ -121,23 +120,24 @@ def test_versions_staged_before_workers_differed_are_not_offered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "doubts"),
+    ("error", "kind", "doubts"),
     [
-        ("silent_data_corruption", SilentCorruption("x", suspect={}), True),
-        ("other_software_error", GradientsDiffer("x"), True),
-        ("other_software_error", ValueError("GradientsDiffer"), False),
-        ("ecc_error", None, False),
+        (SilentCorruption("x", suspect={}), "silent_data_corruption", True),
+        (GradientsDiffer("x"), "gradients_differ", True),
+        (ValueError("GradientsDiffer"), "other_software_error", False),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "ecc_error", False),
     ],
 )
 def test_versions_staged_before_a_wrong_gradient_was_found_are_doubted(
-    kind: str, error: Exception | None, doubts: bool
+    error: Exception, kind: str, doubts: bool
 ) -> None:
     """Parts may come from the wrong rank."""
     world = World()
     a, _ = running(world, 2)
     epoch = world.task("t").number
-    details = {} if error is None else describe(error).details
-    about = {"kind": kind, "cause": "x", "phase": "step", "step": 5, "at": 1.0, "details": details}
+    found = describe(error)
+    assert found.kind == kind
+    about = {"kind": kind, "cause": "x", "phase": "step", "step": 5, "at": 1.0, "details": found.details}
     a.say(wire.ErrorReport(worker=a.worker(), ends=True, **about))
     assert world.task("t").memory.doubted == (epoch if doubts else 0)
 

@@ -164,6 +164,15 @@ def the_programs_differ() -> Story:
     return story
 
 
+def the_gradients_differ() -> Story:
+    story = Story()
+    for number in range(5):  # no node is blamed, however often
+        for node in NODES:
+            story.fail(node, "gradients_differ")
+        story.settle(10 + 2 * number)
+    return story
+
+
 def connection_fails() -> Story:
     story = Story()
     story.disconnect()
@@ -287,6 +296,7 @@ WAYS = {
     "the parameters differ": the_parameters_differ,
     "the programs differ": the_programs_differ,
     "nothing has failed": nothing_has_failed,
+    "the gradients differ": the_gradients_differ,
     "connection fails": connection_fails,
     "connection fails again": connection_fails_again,
     "process fails": process_fails,

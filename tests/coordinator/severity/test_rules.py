@@ -34,6 +34,7 @@ def test_the_guide_shows_every_kind_with_its_severity_and_those_seen_today_are_t
         "config_error",
         "programs_differ",
         "silent_data_corruption",
+        "gradients_differ",
         *("lost_connection", "exited_abnormally", "link_flapping", "task_hang", "node_degraded", "link_degraded"),
         *("silent", "recovery_stuck", "keeps_failing", "parameters_differ", "unnamed_software_error"),
     }

@@ -145,6 +145,16 @@ def test_a_script_that_fails_everywhere_costs_no_node() -> None:
     assert "cordon" not in story.actions()
 
 
+@pytest.mark.parametrize(("kind", "action"), [("gradients_differ", "restart"), ("exited_abnormally", "cordon")])
+def test_gradients_that_differ_count_for_no_node(kind: str, action: str) -> None:
+    story = Story()
+    for number in range(3):
+        story.fail_and_return("b", 2 * number, kind)
+    story.fail("b")
+    story.settle(5, without="b")
+    assert story.actions() == [*["restart"] * 3, action]
+
+
 def test_where_one_node_is_to_blame_it_goes_and_the_task_gets_another_chance() -> None:
     story = Story(spared="b")
     for _ in range(4):

@@ -14,6 +14,7 @@ from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Part, Turn, on
+from unicron_lightning.coordinator.severity.record import DOUBTING
 from unicron_lightning.coordinator.state import Agent, Task
 
 _OFFERED: Final = 3
@@ -54,8 +55,7 @@ def _error(task: Task, turn: Turn, _agent: Agent, message: wire.ErrorReport) -> 
 
     Of gradients that differ without a majority it is not known whose, and all workers end.
     """
-    undecided = str(message.details.get("type", "")).endswith(".GradientsDiffer")
-    if undecided or message.kind in ("parameters_differ", "silent_data_corruption"):
+    if message.kind in DOUBTING:
         task.memory.doubted = task.number
         turn.save(task)
 

@@ -29,6 +29,7 @@ from unicron_lightning.coordinator.incidents.facts import FIRST_STEPS, REPORTED,
 from unicron_lightning.coordinator.membership import epochs, workers
 from unicron_lightning.coordinator.severity import workflow
 from unicron_lightning.coordinator.severity.record import (
+    REPEATABLE,
     REPORTED_ONLY,
     SEVERITY,
     STOPPING,
@@ -547,7 +548,7 @@ def fault_of(message: wire.ErrorReport, kind: str) -> str:
 def _place_of(message: wire.ErrorReport, kind: str) -> str:
     """Identify an exception of the program by its type and the place that raised it.
 
-    Machines and networks fail by other kinds, and may work when tried again.
+    Machines and networks fail by other kinds than `REPEATABLE`, and may work when tried again.
 
     Args:
         message: the worker's report.
@@ -557,7 +558,7 @@ def _place_of(message: wire.ErrorReport, kind: str) -> str:
         "" for everything that is no unclassified exception with a traceback.
     """
     frames = _frames_of(message)
-    if kind != "other_software_error" or not frames or not message.ends:
+    if kind not in REPEATABLE or not frames or not message.ends:
         return ""
     own = [frame for frame in frames if not any(part in frame for part in _ELSEWHERE)]
     places = dict.fromkeys([frames[-1], *own[-1:]])

@@ -66,6 +66,7 @@ SEVERITY: Final[Mapping[str, Severity]] = {
     "nan_loss": "SEV3",
     "parameters_differ": "SEV3",
     "silent_data_corruption": "SEV1",
+    "gradients_differ": "SEV2",
     "programs_differ": "SEV3",
     "node_degraded": "SEV3",
     "link_degraded": "SEV3",
@@ -77,6 +78,12 @@ SEVERITY: Final[Mapping[str, Severity]] = {
 
 REPORTED_ONLY: Final = ("link_degraded", "nan_loss", "node_degraded")
 """Kinds that end nothing: they are only logged."""
+
+DOUBTING: Final = ("parameters_differ", "silent_data_corruption", "gradients_differ")
+"""Kinds after which a worker's parameters, or what it has staged of them, may be wrong."""
+
+REPEATABLE: Final = ("other_software_error", "gradients_differ")
+"""Kinds that a new life from the same checkpoint may show again, at the same step: then the program causes them."""
 
 STOPPING: Final = ("parameters_differ", "programs_differ")
 """Kinds that end the task, whatever its state is."""

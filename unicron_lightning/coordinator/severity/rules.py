@@ -203,6 +203,14 @@ RULES: Final = (
         then="the task ends, with its diagnosis: no retry can change a setting",
     ),
     Rule(
+        name="the gradients differ",
+        on="SEV2",
+        when="the kind is `gradients_differ`",
+        holds=_is("gradients_differ"),
+        action="restart",
+        then="all members end by it, and the task resumes from a checkpoint on disk; no node is blamed",
+    ),
+    Rule(
         name="node keeps failing",
         on="SEV2",
         when="`cordon_failures` consecutive failures within `cordon_window`, the node is at fault and can be spared",

@@ -358,7 +358,9 @@ def _repeat(record: SeverityRecord, fault: str) -> None:
 
 
 def _count(record: SeverityRecord, failure: Failure) -> None:
-    """Add a failure to its node's series."""
+    """Add a failure to its node's series, if one node may have caused it."""
+    if failure.kind == "gradients_differ":
+        return
     series = record.series.setdefault(failure.node, Series(mark=record.mark))
     series.times = [*series.times, failure.at][-KEPT:]
     series.step = record.step
