@@ -1,11 +1,12 @@
 """Crosses random scripts with random histories of deaths, and compares each with the same script in one process.
 
-    python benchmarks/crossing.py [--minutes M] [--seed S] [--shrink] [--plant FAULT] [--case JSON]
+    python benchmarks/crossing.py [--minutes M] [--seed S] [--exact] [--shrink] [--plant FAULT] [--case JSON]
 
 Each case runs in a world of two to four workers under real torchrun agents, with deaths at random places of hooks,
 forwards, backwards and of the product's functions, and once in one process without any. One case in four is of
 megatron-core, if that is installed: these run in a world of their own, as they patch torch. Parameters, buffers,
-optimizers, schedulers, metrics and counters must agree. A case that fails is printed as a line for `KEPT` in
+optimizers, schedulers, metrics and counters must agree; with ``--exact`` in all bits, in the reproducible mode and in
+worlds of up to six workers. A case that fails is printed as a line for `KEPT` in
 `tests/cross/test_cross.py`. The exit status is 1 if any has failed.
 """
 
@@ -63,8 +64,10 @@ class Places:
         return run(self.of(case), name, case)
 
 
-def drawn(seed: int, planted: str) -> Case:
+def drawn(seed: int, planted: str, *, exact: bool = False) -> Case:
     """Draw the case of a seed."""
+    if exact:
+        return replace(draw(seed, exact=True), planted=planted)
     megatron = not planted and find_spec("megatron.core") is not None and seed % 4 == 3
     return replace(draw(seed, megatron=megatron), planted=planted)
 
@@ -76,7 +79,13 @@ def kinds(verdict: Verdict) -> list[str]:
     orders = [f"order: {each}" for each in verdict.given]
     against = f"against: {'Lightning alone' if verdict.case.plain else 'the strategy in one process'}"
     strategy = f"{script.strategy} S={script.shard_size}"
-    return [strategy, f"data: {script.data}", f"saves: {script.saves or 'nothing'}", *deaths, *orders, against]
+    names = ("norm", "dropout", "mixed", "scaler", "clip")
+    parts = [f"with: {name}" for name in names if getattr(script, name)]
+    parts += [f"with: {name}" for name in ("ema", "swa") if name in script.hooks]
+    parts += [f"with: {each}" for each in ["manual"] if script.optimizer == each]
+    parts.append(f"workers: {script.workers}")
+    data = [f"data: {script.data}", f"saves: {script.saves or 'nothing'}"]
+    return [strategy, *data, *deaths, *orders, *parts, against]
 
 
 def report(verdict: Verdict) -> None:
@@ -89,7 +98,7 @@ def report(verdict: Verdict) -> None:
     print(verdict.log, flush=True)
 
 
-def hunt(places: Places, first: int, minutes: float, *, shrinks: bool, planted: str) -> int:
+def hunt(places: Places, first: int, minutes: float, *, shrinks: bool, planted: str, exact: bool) -> int:
     """Run cases, some at a time, from a seed on; return the number that failed: one if a fault is planted."""
     limit, found, failed, seconds, cases = time.monotonic() + 60 * minutes, Counter[str](), 0, 0.0, 0
     seeds, lock = count(first), threading.Lock()
@@ -99,7 +108,7 @@ def hunt(places: Places, first: int, minutes: float, *, shrinks: bool, planted: 
         while time.monotonic() < limit and not (planted and failed):
             with lock:
                 seed = next(seeds)
-            verdict = places.run(f"seed{seed}", drawn(seed, planted))
+            verdict = places.run(f"seed{seed}", drawn(seed, planted, exact=exact))
             with lock:
                 cases, seconds, failed = cases + 1, seconds + verdict.seconds, failed + bool(verdict.faults)
                 found.update(kinds(verdict))
@@ -122,6 +131,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--exact", action="store_true", help="in the reproducible mode: the same bits")
     parser.add_argument("--shrink", action="store_true", help="reduce a case that fails to a smaller one")
     parser.add_argument("--plant", choices=sorted(FAULTS), default="", help="a former fault that the product has again")
     parser.add_argument("--case", help="run this one: a line of a former run")
@@ -132,9 +142,8 @@ def main() -> int:
             verdict = places.run("case", Case.from_text(arguments.case))
             report(verdict)
             return int(bool(verdict.faults))
-        return int(
-            hunt(places, arguments.seed, arguments.minutes, shrinks=arguments.shrink, planted=arguments.plant) > 0
-        )
+        options = {"shrinks": arguments.shrink, "planted": arguments.plant, "exact": arguments.exact}
+        return int(hunt(places, arguments.seed, arguments.minutes, **options) > 0)
 
 
 if __name__ == "__main__":

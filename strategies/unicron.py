@@ -175,8 +175,6 @@ class WholeModelSteps(StepRunner):
         self.balance = balance
         self._watched = is_overridden("optimizer_zero_grad", strategy.module)
         if not strategy.module.automatic_optimization:
-            if every := strategy.witness.every:
-                raise ConfigError(f"witness_every={every} with manual optimization: expected automatic optimization")
             options = (self._bucket_bytes, self.divergence, self._effects)
             self.manual = ManualSteps(strategy, *options, kind=self.kind, overlap=self._overlap)
 
@@ -186,7 +184,8 @@ class WholeModelSteps(StepRunner):
 
     def check_data(self, loader: DataLoader[Any]) -> None:
         """See `Witness.check_data`."""
-        self._strategy.witness.check_data(loader.dataset)
+        if not self._strategy.module.automatic_optimization:
+            self._strategy.witness.check_data(loader.dataset)
 
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
         strategy, effects = self._strategy, self._effects
@@ -205,7 +204,7 @@ class WholeModelSteps(StepRunner):
         micro_batches = MicroBatches(strategy, batch, sums.add, effects, **options)
         further = partial(further_state, strategy.trainer)
         digest = NO_DIGEST if again else self.divergence.digest(engine, module, strategy.optimizers, further)
-        witness = strategy.witness.of_step(engine.step - again, gradients, micro_batches.repeat)
+        witness = strategy.witness.of_step(engine.step - again, gradients, micro_batches.repeat, batch)
         rest = (self.balance, digest, batch.in_full_step, witness)
         operation = GradientStep(batch.micro_batches, gradients, sums, micro_batches.run, *rest)
         self._commit(engine, operation)

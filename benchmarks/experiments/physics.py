@@ -21,6 +21,8 @@ def _source(name: str, mtbf_hours: float, cause: str, repair: str = "", componen
     return f"+trace.sources.{name}={{{body}}}"
 
 
+_SILENT: Final = _source("silent", 2000, "kind:parameters_differ", "{distribution:fixed,hours:8}")
+
 VARIANTS: Final[Mapping[str, tuple[str, ...]]] = {
     BEFORE: (),
     "slow nodes: 20 % for 6 h, every 500 node-hours": (
@@ -30,8 +32,11 @@ VARIANTS: Final[Mapping[str, tuple[str, ...]]] = {
         _source("links", 200, "kind:link_degraded,slowdown:0.1", "{distribution:fixed,hours:1}"),
     ),
     "a NaN every 1,000 node-hours": (_source("nan", 1000, "kind:nan_loss"),),
-    "silent corruption every 2,000 node-hours, found after 8 h": (
-        _source("silent", 2000, "kind:parameters_differ", "{distribution:fixed,hours:8}"),
+    "silent corruption every 2,000 node-hours, found after 8 h": (_SILENT,),
+    "the same; Unicron finds it by a witness within 100 steps, at 0.5 % of compute": (
+        _SILENT,
+        "+costs.unicron.extra.witness_steps=100",
+        "costs.unicron.step_overhead=0.005",
     ),
     "a bug that strikes all every 500 node-hours": (_source("bugs", 500, "kind:other_software_error,strikes:task"),),
     "a tenth of the nodes fails 10 times as often": ("+trace.sources.nodes.offenders=0.1",),

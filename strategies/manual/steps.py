@@ -50,6 +50,7 @@ from unicron_lightning.worker.module_buffers import ModuleBuffers
 from unicron_lightning.worker.rows import plan_rows
 from unicron_lightning.worker.step import GradientStep, Sums
 from unicron_lightning.worker.sums import NormStatistics, StepSums, SumsLayout
+from unicron_lightning.worker.witness import WitnessedStep
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -76,6 +77,7 @@ class MeetingStep(GradientStep):
         meeting: what this rank's strands have come to.
         place: for errors.
         digest: of the state before the step.
+        witness: as of `GradientStep`.
     """
 
     def __init__(
@@ -89,8 +91,9 @@ class MeetingStep(GradientStep):
         meeting: MeetingPlace,
         place: str,
         digest: StateDigest = NO_DIGEST,
+        witness: WitnessedStep | None = None,
     ) -> None:
-        super().__init__(micro_batches, gradients, sums, run, digest=digest)
+        super().__init__(micro_batches, gradients, sums, run, digest=digest, witness=witness)
         self._strands = strands
         self._meeting = meeting
         self._place = place
@@ -113,8 +116,15 @@ class MeetingStep(GradientStep):
         ranks = [msgspec.msgpack.decode(part, type=_RankStrands) for part in parts]
         check_same([each.meeting for each in ranks], self._place)
         owners = {number: rank for rank, each in reversed(list(enumerate(ranks))) for number in each.strands}
-        orphans = plan_rows(lost, owners, engine.world.rank, engine.world.size)
-        return sorted([*orphans.rows, *(number for number in lost if owners.get(number) == engine.world.rank)])
+        world = engine.world
+
+        def share(rank: int) -> list[int]:
+            orphans = plan_rows(lost, owners, rank, world.size)
+            return sorted([*orphans.rows, *(number for number in lost if owners.get(number) == rank)])
+
+        if self._witness is not None and len(lost) == len(self.micro_batches):  # none has come through the meeting
+            self._witness.plan(world.rank, world.size, share)
+        return share(world.rank)
 
 
 def described(meeting: MeetingPlace) -> str:
@@ -247,6 +257,8 @@ class ManualSteps:
         self._target: MeetingPlace = END
         self._strands: dict[int, Strand] = {}
         self._held: set[int] = set()
+        self._repeated: Strand | None = None
+        """That of another rank's micro-batch, see `_repeat`."""
         self._aside: list[Tensor | None] = []
         self._outside: Recording = (None, None, None)
         self._arriving: dict[str, Tensor] | None = None
@@ -317,6 +329,7 @@ class ManualSteps:
         finally:
             for strand in {id(each): each for each in (lead, *self._strands.values())}.values():
                 strand.close()
+            self._drop_repeated()
             self._strands, self._placed = {}, None
 
     def _meetings(self, lead: Strand) -> FinishedStep:
@@ -349,8 +362,11 @@ class ManualSteps:
             assert strand.loss is not None
             sums.add(strand.loss, (), number)
 
-        finished = self._run(run, gradients, sums, NO_DIGEST).finished
+        done = self._strategy.trainer.fit_loop.epoch_loop._batches_that_stepped  # the engine counts optimizer steps
+        witness = self._strategy.witness.of_step(done, gradients, partial(self._repeat, gradients))
+        finished = self._run(run, gradients, sums, NO_DIGEST, witness).finished
         self._put_back(gradients)
+        self._drop_repeated()
         _, _, used = sums.finish()
         result = gradients.summed(used)
         for number, strand in list(self._strands.items()):
@@ -396,8 +412,35 @@ class ManualSteps:
         output = apply_to_collection(lead.output, Tensor, Tensor.detach)
         return FinishedStep(operation=operation, loss=loss, calls=calls, output=output)
 
+    def _repeat(self, gradients: GradientBuckets, number: int) -> None:
+        """Run another rank's micro-batch from its start through the backward of this meeting, for its gradients."""
+        summed = self._put_back(gradients)
+        with kept():
+            strand = self._make(number, self._batch.fetch)
+        self._place(strand)
+        self._drop_repeated()
+        self._repeated = strand
+        self._bring(strand, self._target)
+        self._put_aside(gradients, summed)
+        strand.computes = True
+        strand.advance()
+
+    def _drop_repeated(self) -> None:
+        strand, self._repeated = self._repeated, None
+        if strand is None:
+            return
+        strand.close()
+        if self._placed is strand:
+            self._effects.restore()
+            self._take_away()
+
     def _run(
-        self, run: Callable[[int], None], gradients: GradientBuckets, sums: StepSums, digest: StateDigest
+        self,
+        run: Callable[[int], None],
+        gradients: GradientBuckets,
+        sums: StepSums,
+        digest: StateDigest,
+        witness: WitnessedStep | None = None,
     ) -> MeetingStep:
         operation = MeetingStep(
             self._batch.micro_batches,
@@ -408,6 +451,7 @@ class ManualSteps:
             meeting=self._target,
             place=self._name,
             digest=digest,
+            witness=witness,
         )
         self._strategy.engine.run(operation)
         return operation

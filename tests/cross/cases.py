@@ -123,6 +123,7 @@ class Script:
         metric: whether a torchmetrics metric is logged.
         after: whether a validation follows the fits.
         reproducible: whether the strategy is, so that all bits must be equal.
+        mixed: whether precision is bf16-mixed, whose parameters are float32.
     """
 
     strategy: str = "unicron"
@@ -159,6 +160,7 @@ class Script:
     metric: bool = False
     after: bool = False
     reproducible: bool = False
+    mixed: bool = False
 
     @property
     def double(self) -> bool:
@@ -253,13 +255,17 @@ def _changed(part: Any) -> dict[str, Any]:
     return {key: value for key, value in asdict(part).items() if value != getattr(default, key)}
 
 
-def draw(seed: int, *, megatron: bool = False) -> Case:
-    """Draw a case, of megatron-core if wanted."""
+def draw(seed: int, *, megatron: bool = False, exact: bool = False) -> Case:
+    """Draw a case, of megatron-core or with the bits of one process if wanted."""
     chance = random.Random(seed)
-    plain = not megatron and chance.random() < 0.4
+    plain = not megatron and not exact and chance.random() < 0.4
     script = _megatron(chance) if megatron else _script(chance)
     script = _divided(random.Random(f"layout {seed}"), script)
     script = script.made_plain() if plain else script
+    if exact:
+        mixed = not (script.scaler or script.strategy == "unicron_fsdp") and chance.random() < 0.3
+        workers = chance.choice((2, 2, 3, 3, 4, 6))
+        script = replace(Case(script=replace(script, workers=workers)).made_exact().script, mixed=mixed)
     strikes = [_strike(chance, script, later=place > 0) for place in range(chance.choice((1, 1, 2, 2, 3)))]
     if script.shard_size > 1 and len(strikes) > 1 and chance.random() < 0.8:
         strikes = _at_once(chance, strikes)

@@ -129,11 +129,11 @@ class Net(pl.LightningModule):
         return -(-present // devices) * devices / present
 
     def loss(self, batch: Any) -> torch.Tensor:
-        x = torch.cat([part[0] for part in parts(batch)])
+        x = torch.cat([part[0] for part in parts(batch)]).to(self.head.weight.dtype)
         found = self.core(x)
         if self.script.buffer and self.training:
             self.offset = 0.9 * self.offset + 0.01 * x.mean()
-        return (found + self.offset - x.sum(1, keepdim=True).sin()).square().mean()
+        return (found + self.offset.to(found.dtype) - x.sum(1, keepdim=True).sin()).square().mean()
 
     def _by_hand(self, loss: torch.Tensor, batch_idx: int) -> torch.Tensor:
         one, other = self.optimizers()

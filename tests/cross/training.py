@@ -142,7 +142,7 @@ def trainer_of(script: Script, folder: Path, strikes: Strikes | None, *, plain: 
         accelerator="cpu",
         devices=1,
         num_nodes=1 if plain else script.devices if alone else script.workers,
-        precision=None if script.scaler or megatron else "64-true",
+        precision="bf16-mixed" if script.mixed else None if script.scaler or megatron else "64-true",
         plugins=mixed if script.scaler else None,  # type: ignore[arg-type]
         max_epochs=script.epochs,
         max_steps=script.most_steps or -1,
@@ -171,7 +171,8 @@ def _prepare() -> None:
 def module_of(script: Script, strikes: Strikes | None, *, plain: bool) -> pl.LightningModule:
     """Return the model of a script."""
     if script.strategy != "unicron_megatron":
-        return Net(script, strikes, plain=plain).double()
+        net = Net(script, strikes, plain=plain)
+        return net.float() if script.mixed else net.double()
     from cross.megatron import Stage  # patches torch
 
     return Stage(script, strikes)

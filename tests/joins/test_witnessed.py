@@ -19,18 +19,26 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield made
 
 
+@pytest.fixture(scope="module", params=["index", "stream", "manual"])
+def kind(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def alone(place: Site) -> dict[str, Any]:
-    [found] = results(place.run("none1", "joins.witnessed", workers=1, least=1))
+def alone(kind: str, place: Site) -> dict[str, Any]:
+    [found] = results(place.run(f"{kind}-none1", "joins.witnessed", workers=1, least=1))
     assert found["step"] == STEPS
-    assert "one worker has no witness, so nothing is compared" in place.log("none1")
+    assert "one worker has no witness, so nothing is compared" in place.log(f"{kind}-none1")
     return found
 
 
 @pytest.mark.parametrize("node", ["none", "1"])
-def test_a_training_with_witnesses_ends_as_one_worker_does(node: str, place: Site, alone: dict[str, Any]) -> None:
+def test_a_training_with_witnesses_ends_as_one_worker_does(
+    kind: str, node: str, place: Site, alone: dict[str, Any]
+) -> None:
     """Of three workers, none or one of which is wrong."""
-    name = node
+    name = f"{kind}-{node}"
     found = results(place.run(name, "joins.witnessed", workers=3, least=3 if node == "none" else 2))
     assert len(found) == (3 if node == "none" else 2), place.log(name)
     for each in found:
@@ -41,5 +49,5 @@ def test_a_training_with_witnesses_ends_as_one_worker_does(node: str, place: Sit
             assert number == pytest.approx(alone["logged"][key], rel=1e-6), key
     events = [each["fields"] for each in place.cluster.events("error_reported") if each["task"] == f"joins-{name}"]
     suspects = [each["details"]["suspect"] for each in events if each["kind"] == "silent_data_corruption"]
-    expected = [] if node == "none" else [("joins-1-1", FIRST)]
+    expected = [] if node == "none" else [(f"joins-{name}-1", FIRST)]
     assert [(each["node"], each["step"]) for each in suspects] == expected

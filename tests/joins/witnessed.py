@@ -1,11 +1,13 @@
-"""A Lightning training with witnesses, whose gradients are wrong on one node or on none: ``FOLDER NODE``.
+"""A Lightning training with witnesses, whose gradients are wrong on one node or on none: ``FOLDER KIND-NODE``.
 
-The node is "none", or ends with its number. The worker writes what it has at the end, also alone, where nothing fails.
+The kind is "index", "stream" (data in streams), or "manual" (optimization, in two backwards). The node is "none", or
+ends with its number. The worker writes what it has at the end, also alone, where nothing fails.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,13 +15,30 @@ import lightning.pytorch as pl
 import torch
 import torchmetrics
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from unicron_lightning.strategies.unicron import UnicronStrategy
 
 FIRST: Final = 6
 """Step, from 1, from which on the gradients are wrong: one with a witness."""
 STEPS: Final = 12
+
+
+class Rows(IterableDataset[Any]):
+    """The rows of a data set, dealt to three devices."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = int(os.environ["RANK"])
+        assert os.environ["WORLD_SIZE"] == "3", "of streams"
+        return (self._data[row] for row in range(rank, len(self._data), 3))
+
+
+def done(trainer: pl.Trainer) -> int:
+    """Return the number of finished steps."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 class Net(pl.LightningModule):
@@ -58,21 +77,49 @@ class Net(pl.LightningModule):
         world = self.trainer.strategy.engine.world  # type: ignore[attr-defined]
         if not (world.nodes and world.nodes[world.rank].endswith(f"-{self._node}")):
             return gradient
-        return gradient * (1.0 + 1e-9) if self.trainer.global_step + 1 >= FIRST else gradient
+        return gradient * (1.0 + 1e-9) if done(self.trainer) + 1 >= FIRST else gradient
 
 
-def main(folder: Path, node: str) -> None:
+class ManualNet(Net):
+    """The same net, whose two parts are trained one after the other; the second part's gradients are wrong."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__(node)
+        self.automatic_optimization = False
+        self.layers[0].weight._backward_hooks.clear()  # type: ignore[union-attr]
+        self.layers[3].weight.register_hook(self._spoil)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Train both parts."""
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.toggle_optimizer(optimizer)
+            loss = super().training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.layers[:2], self.layers[3:])
+        return [torch.optim.AdamW(part.parameters(), lr=0.01, eps=1e-3) for part in parts]
+
+
+def main(folder: Path, name: str) -> None:
     """Train."""
+    kind, _, node = name.partition("-")
     pl.seed_everything(3)
     torch.manual_seed(1)
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(*(torch.randn(96, size, generator=generator, dtype=torch.float64) for size in (4, 1)))
-    net = Net(node)
+    net = (ManualNet if kind == "manual" else Net)(node)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    strategy = UnicronStrategy(witness_every=2, digest_every=0, num_micro_batches=6)
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, num_nodes=3, max_steps=STEPS, **quiet)
-    trainer.fit(net.double(), DataLoader(data, batch_size=4, shuffle=True))
-    found = {"state": net.state_dict(), "logged": net.logged, "random": torch.rand(1), "step": trainer.global_step}
+    if kind == "stream":
+        quiet["accumulate_grad_batches"] = 2
+    strategy = UnicronStrategy(witness_every=2, digest_every=0, num_micro_batches=None if kind == "stream" else 6)
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, num_nodes=3, max_epochs=3, **quiet)
+    loader: DataLoader[Any] = DataLoader(data, batch_size=4, shuffle=True)
+    trainer.fit(net.double(), DataLoader(Rows(data), batch_size=4) if kind == "stream" else loader)
+    found = {"state": net.state_dict(), "logged": net.logged, "random": torch.rand(1), "step": done(trainer)}
     path = folder / f"result-{os.getpid()}.pt"
     torch.save(found, path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)

@@ -121,6 +121,7 @@ def test_a_wrong_parameter_of_one_of_two_workers_goes_with_the_restart(world: Si
     [
         "plain",
         "scaler",
+        "stream",
         *(pytest.param(kind, marks=pytest.mark.chaos) for kind in ("compiled", "gan", "schedule", "memory")),
     ],
 )

@@ -127,6 +127,22 @@ def test_silent_corruption_found_late_costs_all_since_the_last_sound_checkpoint(
     assert incident.kind == "parameters_differ" and incident.at == 7003.0
 
 
+@pytest.mark.parametrize(
+    ("kind", "steps", "found"),
+    [
+        ("parameters_differ", 30.0, 1303.0),
+        ("parameters_differ", 5000.0, 7003.0),  # without the witness it is found earlier
+        ("nan_loss", 30.0, 7003.0),
+    ],
+)
+def test_a_witness_finds_corruption_after_some_steps(kind: str, steps: float, found: float) -> None:
+    """A step takes 10 s; the newest sound checkpoint is at 600 s of training."""
+    result = one("unicron", TraceFault(at=1003.0, kind=kind, node=2, repair=6000.0), extra={"witness_steps": steps})
+    assert result.accumulated_waf == pytest.approx(24 * (SECONDS - 100.0 - (found - 600.0)))
+    (incident,) = result.incidents
+    assert incident.at == found
+
+
 def test_a_corruption_found_after_a_rollback_is_no_corruption(policy: str) -> None:
     silent = TraceFault(at=1003.0, kind="parameters_differ", node=2, worker=0, repair=6000.0)
     nan = TraceFault(at=1100.0, kind="nan_loss", node=1, worker=0)

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from unicron_lightning import environ
+from unicron_lightning import Run, environ
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.export import checkpoint_digests
 from unicron_lightning.strategies.checks import check_trainer
@@ -229,16 +229,13 @@ class Counted(IterableDataset[Any]):
         return iter([torch.ones(2)] * 4)
 
 
-@pytest.mark.parametrize(
-    ("module", "loader", "message"),
-    [
-        (Manual, None, r"witness_every=2 with manual optimization"),
-        (Small, lambda: DataLoader(Counted(), batch_size=1), r"witness_every=2 with iterable data \(Counted\)"),
-    ],
-)
-def test_what_has_no_witness(module: type[Small], loader: Any, message: str) -> None:
+def test_streams_that_have_no_witness() -> None:
+    """Those of manual optimization, and of models in shards."""
+    message = r"witness_every=2 with iterable data \(Counted\)"
     with pytest.raises(ConfigError, match=message):
-        fit(module(), None if loader is None else loader(), strategy=UnicronStrategy(witness_every=2))
+        fit(Manual(), DataLoader(Counted(), batch_size=1), strategy=UnicronStrategy(witness_every=2))
+    with pytest.raises(ConfigError, match=message):
+        Run(DataLoader(Counted(), batch_size=1), global_batch_size=1, streams=1, shard_size=1, witness_every=2)
 
 
 def test_options_of_a_witness() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from worker.simulation import Coordinator, Fault, Killed, run_threads
 
+from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.errors import ConfigError, GradientsDiffer, SilentCorruption
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.effects import Effects
@@ -283,9 +284,20 @@ class Program:
         every: of the witness.
         corrupt: whether the worker is wrong.
         same: whether it is wrong in the same way each time.
+        streams: whether samples come from streams, of which a worker keeps what it has read in a step.
+        sample: makes the samples of a micro-batch, given the step and its number.
     """
 
-    def __init__(self, engine: Engine, every: int, corrupt: Corrupt, *, same: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        every: int,
+        corrupt: Corrupt,
+        *,
+        same: bool = False,
+        streams: bool = False,
+        sample: Callable[[int, int], Any] = data,
+    ) -> None:
         self.engine, self.net = engine, net()
         self.error: BaseException | None = None
         self.losses: list[float] = []
@@ -294,6 +306,8 @@ class Program:
         self.finished = False
         self.witness = Witness(every, compare=True)
         self._corrupt, self._same = corrupt, same
+        self._streams, self._sample = streams, sample
+        self.read: dict[tuple[int, int], Any] = {}
 
     def __call__(self) -> Program:
         made = gradients(self.net)
@@ -310,20 +324,33 @@ class Program:
         self.finished = True
         return self
 
-    def _backward(self, step: int, micro_batch: int) -> None:
+    def _batch(self, step: int) -> GlobalBatch:
+        def read(micro_batch: int) -> Any:
+            place = (step, micro_batch)
+            return self.read.setdefault(place, self._sample(*place)) if self._streams else self._sample(*place)
+
+        stand_in = {"stand_in": read} if self._streams else {}
+        return GlobalBatch(0, step, range(MICRO_BATCHES), read, lambda _: 2, **stand_in)
+
+    def _backward(self, batch: GlobalBatch, micro_batch: int) -> None:
+        step = batch.step
         self.calls += 1
-        loss = self.net(data(step, micro_batch)).square().sum()
+        samples = batch.fetch(micro_batch)
+        loss = self.net(samples.clone()).square().sum()
+        samples.zero_()  # as a script may do
         if self._corrupt(step, micro_batch, self.calls):
             loss = loss * (1.0 + 0.5 ** (40 if self._same else 10 + self.calls % 30))
         loss.backward()
 
     def _step(self, step: int, made: GradientBuckets) -> None:
+        batch = self._batch(step)
+
         def run(micro_batch: int) -> None:
-            self._backward(step, micro_batch)
+            self._backward(batch, micro_batch)
             self.ran.append((step, micro_batch))
 
         made.begin()
-        witness = self.witness.of_step(step, made, lambda micro_batch: self._backward(step, micro_batch))
+        witness = self.witness.of_step(step, made, lambda micro_batch: self._backward(batch, micro_batch), batch)
         operation = GradientStep(range(MICRO_BATCHES), made, Uncounted(), run, witness=witness)
         self.engine.run(operation)
         made.install([True] * 4)
@@ -366,14 +393,17 @@ def check(programs: dict[str, Program]) -> None:
         for one, other in zip(program.net.parameters(), EXPECTED, strict=True):
             torch.testing.assert_close(one.detach(), other, rtol=1e-12, atol=1e-12)
         assert max(Counter(program.ran).values(), default=1) == 1
+        assert not program.read or program.read.keys() >= {*program.ran}, "what a wrong rank has read was used"
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 7])
-def test_without_faults_nothing_happens(world: int, every: int) -> None:
-    programs = simulate(world, {}, every)
+def test_without_faults_nothing_happens(world: int, every: int, streams: bool) -> None:
+    programs = simulate(world, {}, every, streams=streams)
     check(programs)
     assert all(program.finished for program in programs.values())
+    assert all(not streams or program.read.keys() == {*program.ran} for program in programs.values())
     calls = sum(program.calls for program in programs.values())
     repeats = 0 if world == 1 else min(world, MICRO_BATCHES) * (STEPS // every)
     assert calls == STEPS * MICRO_BATCHES + repeats
@@ -391,10 +421,11 @@ def test_without_an_option_there_is_no_message_more() -> None:
     check(programs)
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("world", [3, 4, 5])
-def test_a_rank_that_is_always_wrong_ends_before_it_contributes(world: int, same: bool) -> None:
-    programs = simulate(world, {"w1": lambda step, m, call: step >= 2}, same=same)
+def test_a_rank_that_is_always_wrong_ends_before_it_contributes(world: int, same: bool, streams: bool) -> None:
+    programs = simulate(world, {"w1": lambda step, m, call: step >= 2}, same=same, streams=streams)
     check(programs)
     error = programs["w1"].error
     assert isinstance(error, SilentCorruption)
@@ -469,19 +500,31 @@ def test_the_gradient_of_the_one_micro_batch_is_compared() -> None:
     broken=st.sampled_from(["w0", "w1", "w2", "w3"]),
     first=st.integers(0, STEPS - 1),
     every=st.integers(1, 3),
+    streams=st.booleans(),
 )
-def test_deaths_at_any_point_beside_a_wrong_rank(deaths: dict[str, int], broken: str, first: int, every: int) -> None:
+def test_deaths_at_any_point_beside_a_wrong_rank(
+    deaths: dict[str, int], broken: str, first: int, every: int, streams: bool
+) -> None:
     """If the rank is found in the first step with a witness in which it is wrong, nothing of it is in the model.
 
     Deaths in that step may leave nothing to compare, since unfinished micro-batches are redistributed.
     """
     begins = -(-(first + 1) // every) * every - 1
-    programs = simulate(4, {broken: lambda step, m, call: step >= begins}, every, deaths)
+    programs = simulate(4, {broken: lambda step, m, call: step >= begins}, every, deaths, streams=streams)
     survivors = {name: each for name, each in programs.items() if each.finished}
     error = programs[broken].error
     if survivors and isinstance(error, SilentCorruption) and error.suspect["step"] == begins + 1:
         assert {name for name, each in programs.items() if each.error} == {broken}
         check(survivors)
+
+
+def test_samples_of_streams_must_be_plain_data() -> None:
+    programs = simulate(2, {}, streams=True, sample=lambda step, m: nn.Parameter(data(step, m)).to_sparse())
+    errors = [program.error for program in programs.values() if program.error]
+    assert errors
+    for error in errors:
+        assert isinstance(error, ConfigError)
+        assert "witness_every=1 with iterable data: value is a torch.sparse_coo tensor" in str(error)
 
 
 def test_runs_in_doubt_are_repeated_by_all() -> None:

@@ -30,12 +30,13 @@ class GlobalBatch:
         finished: called with the number of a micro-batch that this worker has computed.
         in_full_step: of each micro-batch its number in a step without missing ones: ``round x devices + device``.
         ends: lengths of streams in an evaluation, which its results make known to all; None without streams.
+        is_stream: whether its samples are read from streams.
         stand_in: returns the samples for a micro-batch whose results do not count, by number: its own, or others.
     """
 
     __slots__ = (
-        *("_own", "_share", "count", "ends", "epoch", "fetch", "finished", "in_full_step", "micro_batches"),
-        *("stand_in", "step"),
+        *("_own", "_share", "count", "ends", "epoch", "fetch", "finished", "in_full_step", "is_stream"),
+        *("micro_batches", "stand_in", "step"),
     )
 
     def __init__(
@@ -58,7 +59,8 @@ class GlobalBatch:
         self.finished = finished
         self.in_full_step = micro_batches if in_full_step is None else in_full_step
         self.ends: StreamEnds | None = None
-        self.stand_in = fetch if stand_in is None else stand_in
+        self.is_stream = stand_in is not None
+        self.stand_in = stand_in or fetch
         self._share = share
         self._own: Any = None
 

@@ -183,7 +183,7 @@ class LoopSteps:
         effects.begin(batch.micro_batches[0], layout, anew=False)
         sums = step_sums(layout, effects.norms, effects.buffers, gradients, None, batch.micro_batches)
         calls = FunctionCalls(self.run_of, batch, function, sums.add, effects, gradients, call)
-        witness = self.run_of.witness.of_step(self.run_of.global_step, gradients, calls.repeat)
+        witness = self.run_of.witness.of_step(self.run_of.global_step, gradients, calls.repeat, batch)
         digest, whole = self._digest(call), batch.in_full_step
         return GradientStep(
             batch.micro_batches, gradients, sums, calls.run, digest=digest, in_full_step=whole, witness=witness

@@ -144,7 +144,8 @@ class Run:
         if reproducible and not compare:
             raise ConfigError("reproducible=True with compare=False: workers of different kinds would not be found")
         self.witness = Witness(witness_every, compare=compare)
-        self.witness.check_data(self._loader.dataset)
+        if shard_size is not None:
+            self.witness.check_data(self._loader.dataset)
         self.device = _device(device)
         self._reproducible = reproducible
         self._kernels: tuple[bool, ...] | None = None

@@ -11,7 +11,7 @@ Two groups of kinds interrupt nothing when they happen:
 * `SLOWING`: the steps of the node's task take longer for as long as the fault lasts;
 * `CORRUPTING`: the task's state is wrong from then on. When that is detected, all return to the newest persistent
   checkpoint written before. A NaN in the loss is detected at once; differing parameters stand for silent corruption,
-  which is found late.
+  which is found late, but by Unicron with a witness (``extra["witness_steps"]``).
 """
 
 from __future__ import annotations

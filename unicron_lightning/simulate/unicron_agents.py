@@ -368,12 +368,17 @@ class SimTraining:
         if self.runs and not self.over:
             self._resumes()
 
-    def corrupted(self) -> None:
-        """Corrupt the state, undetected."""
-        self.meter.settle(self.system.clock.now)
-        self.meter.position.corrupt()
+    def corrupted(self, fault: TraceFault) -> None:
+        """Corrupt the state, undetected for a while."""
+        clock, meter = self.system.clock, self.meter
+        meter.settle(clock.now)
+        meter.position.corrupt()
+        seconds, steps = fault.repair, self.costs.extra.get("witness_steps", 0.0)
+        if fault.kind == "parameters_differ" and steps and (rate := meter.rate(meter.places)):
+            seconds = min(seconds, steps / rate)
+        clock.after(seconds, partial(self._rolls_back, fault))
 
-    def rolls_back(self, fault: TraceFault) -> None:
+    def _rolls_back(self, fault: TraceFault) -> None:
         """Restart all from the newest checkpoint that is sound, by an operator's order."""
         now, meter = self.system.clock.now, self.meter
         meter.settle(now)

@@ -334,8 +334,7 @@ class System:
             return
         if fault.kind in CORRUPTING:
             if member is not None:
-                member.corrupted()
-                self.clock.after(fault.repair, partial(member.rolls_back, fault))
+                member.corrupted(fault)
             return
         whole = fault.takes_node or fault.severity == "SEV1"
         if not whole:

@@ -286,6 +286,7 @@ class GradientStep(Step[Sums]):
         self._engine, self._aborted, self._used = engine, False, engine.communicator
         if self._witness is not None:
             self._witness.enter([(worker,) for worker in engine.world.workers], engine.world.rank)
+            self._witness.hand_over(engine)
         self._take_held(engine, plan)
         self._compute(engine, plan)
         self._await_device(engine)

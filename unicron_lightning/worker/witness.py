@@ -14,6 +14,8 @@ a wrong rank has contributed to the step never reaches the model. A rank in a st
 completed reduction after a failure (`GradientStep.report`), whatever caused it and whether or not it knows of a
 difference. Finished micro-batches of survivors are kept as ever.
 
+Samples of streams are handed from rank to rank: a witness does not read the streams of others.
+
 A repeated micro-batch leaves nothing behind: gradients are set aside, and effects, values and losses are dropped.
 
 This finds a rank whose gradients differ from those of other ranks. It does not find errors that all ranks share, errors
@@ -29,16 +31,18 @@ from collections import Counter
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.errors import ConfigError, GradientsDiffer, SilentCorruption, UnicronError
+from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import StateDigest, part_of, parts_of
-from unicron_lightning.worker.communication.communicator import gather_bytes
+from unicron_lightning.worker.communication.communicator import Route, gather_bytes
 from unicron_lightning.worker.engine import Engine, EpochChanged
 from unicron_lightning.worker.reproducible import conditions
 from unicron_lightning.worker.rows import Report
@@ -141,7 +145,7 @@ class Witness:
         self.right: dict[str, int] = {}
 
     def check_data(self, dataset: object) -> None:
-        """Refuse streams: a witness would have to read those of other ranks.
+        """Refuse streams, of models in shards and with manual optimization.
 
         Raises:
             ConfigError: there is a witness, and the data set has no index.
@@ -149,20 +153,31 @@ class Witness:
         if self.every and isinstance(dataset, IterableDataset):
             kind = type(dataset).__qualname__
             raise ConfigError(
-                f"witness_every={self.every} with iterable data ({kind}): expected a data set with an index"
+                f"witness_every={self.every} with iterable data ({kind}): expected a data set with an index, as with "
+                "all models in shards and manual optimization"
             )
 
-    def of_step(self, done: int, gradients: ComparedGradients, repeat: Callable[[int], None]) -> WitnessedStep | None:
+    def of_step(
+        self,
+        done: int,
+        gradients: ComparedGradients,
+        repeat: Callable[[int], None],
+        batch: GlobalBatch | None = None,
+    ) -> WitnessedStep | None:
         """Return the witness of a step; None if it has none.
 
         Args:
             done: number of finished steps.
             gradients: of the step.
             repeat: runs forward and backward of a micro-batch, and drops all but the gradients.
+            batch: has the samples of whole models, which may be those of streams.
         """
         if not self.every or (done + 1) % self.every:
             return None
-        return WitnessedStep(self, done + 1, gradients, repeat)
+        step = WitnessedStep(self, done + 1, gradients, repeat)
+        if batch is not None and batch.is_stream:
+            step.hand_samples_of(batch)
+        return step
 
     def conditions(self, device: torch.device) -> dict[str, str]:
         """Describe what all workers must share, so that their bits are equal, for a device of the model."""
@@ -218,6 +233,12 @@ class WitnessedStep:
         """The plan of a replica, as its workers compare it after a failure; None: there is none yet."""
         self._repeated: Container[int] = self._runs
         """Micro-batches that need no repetition; of a replica those that all of its workers have repeated."""
+        self._read: Callable[[int], Any] | None = None
+        """Reads a micro-batch of this rank's streams; None: ranks fetch any by its number."""
+        self._handed: dict[int, bytes] = {}
+        """Samples of streams for runs that are compared, encoded, by micro-batch."""
+        self._repeats = False
+        """Whether such a run of another rank's micro-batch is in progress."""
         self._error: UnicronError | None = None
         self._among: Sequence[str] = ()
         """The workers that know the verdict; those that have to end by it have ``_error``."""
@@ -290,6 +311,52 @@ class WitnessedStep:
             planned = holders[rank] in self._holders and following in self._holders
             self._other = self._owned(self._holders.index(following)) if planned else None
 
+    def hand_samples_of(self, batch: GlobalBatch) -> None:
+        """Take the place of a batch's streams for micro-batches that are repeated.
+
+        All ranks get a copy for each run, of one memory layout and without the changes of an earlier run.
+        """
+        read, batch.fetch = batch.fetch, self._samples
+        self._read = read
+
+    def _samples(self, micro_batch: int) -> Any:
+        assert self._read is not None
+        handed = self._handed.get(micro_batch) if self._repeats or micro_batch == self.own else None
+        # What is redistributed is read again: the rank that has handed it may be wrong.
+        return self._read(micro_batch) if handed is None else codec.decode(handed)
+
+    def hand_over(self, engine: Engine) -> None:
+        """Send samples of streams to the ranks that repeat them; of all members, before they compute.
+
+        Raises:
+            ConfigError: they are no plain data.
+        """
+        if self._read is None or engine.world.size == 1:
+            return
+        engine.activity.enter("data")
+        if self.own is not None and self.own not in self._handed:
+            try:
+                self._handed[self.own] = codec.encode(self._read(self.own))
+            except codec.NotPlainData as error:
+                raise ConfigError(f"witness_every={self._witness.every} with iterable data: {error}") from error
+        own = b"" if self.own is None else self._handed[self.own]
+        wanted = None if self._other in self._handed else self._other
+        word = msgspec.msgpack.encode([self.own, len(own), wanted])
+        parts = gather_bytes(engine.communicator, word, engine.tag("samples"))
+        words = [msgspec.msgpack.decode(part, type=tuple[int | None, int, int | None]) for part in parts]
+        givers = {number: (giver, size) for giver, (number, size, _) in enumerate(words) if number is not None}
+        pairs = [(*givers[number], taker) for taker, (*_, number) in enumerate(words) if number in givers]
+        rank = engine.world.rank
+        arriving = torch.empty(sum(size for _, size, taker in pairs if taker == rank), dtype=torch.uint8)
+        leaving = torch.frombuffer(bytearray(own or b"-"), dtype=torch.uint8)
+        routes = []
+        for giver, size, taker in pairs:
+            memory = [leaving] if giver == rank else [arriving] if taker == rank else []
+            routes.append(Route((giver, taker), size, memory=memory))
+        engine.communicator.wait(engine.communicator.transfer(routes))
+        if wanted is not None and len(arriving):
+            self._handed[wanted] = arriving.numpy().tobytes()
+
     def observe(self, run: Callable[[int], None], micro_batch: int) -> None:
         """Run a micro-batch of this rank, and keep the digest of its gradients alone."""
         with self._gradients.apart(adds=True):
@@ -298,7 +365,8 @@ class WitnessedStep:
 
     def repeat(self, engine: Engine) -> None:
         """Run another rank's micro-batch, once."""
-        if self._other is not None and self._other not in self._repeated:
+        is_there = self._read is None or self._other in self._handed
+        if self._other is not None and self._other not in self._repeated and is_there:
             engine.check()
             self._run_again(engine, self._other)
 
@@ -333,6 +401,7 @@ class WitnessedStep:
             self._trust(engine, ranks, found)
             return
         logger.warning("gradients_differ step=%d micro_batches=%s", self._number, doubtful)
+        self._hand_to_all(engine, doubtful)
         with lockstep():
             for micro_batch in doubtful * AGAIN if any(engine.world.rank in each for each in ranks) else ():
                 engine.check()
@@ -341,10 +410,21 @@ class WitnessedStep:
             found = self._gather(engine, ranks)
         self._decide(engine, ranks, {number: {r: each[number] for r, each in enumerate(found)} for number in doubtful})
 
+    def _hand_to_all(self, engine: Engine, doubtful: Sequence[int]) -> None:
+        if self._read is None:
+            return
+        own = msgspec.msgpack.encode({number: self._handed[number] for number in doubtful if number in self._handed})
+        for part in gather_bytes(engine.communicator, own, engine.tag("doubtful")):
+            self._handed.update(msgspec.msgpack.decode(part, type=dict[int, bytes]))
+
     def _run_again(self, engine: Engine, micro_batch: int) -> None:
-        with self._gradients.apart(adds=False):
-            self._repeat(micro_batch)
-            self._record(micro_batch)
+        self._repeats = True
+        try:
+            with self._gradients.apart(adds=False):
+                self._repeat(micro_batch)
+                self._record(micro_batch)
+        finally:
+            self._repeats = False
         engine.activity.repeated()
 
     def _record(self, micro_batch: int) -> None:
