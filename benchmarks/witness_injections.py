@@ -60,7 +60,7 @@ class Injection(NamedTuple):
         return (self.every + 1) / 2 + STATES.index(self.place)
 
 
-class Worker:
+class FlippedRank:
     """A rank's training.
 
     Args:
@@ -151,13 +151,13 @@ class Worker:
         return (value.contiguous().view(-1).view(torch.int64) ^ bits).view(torch.float64).view(value.shape)
 
 
-def trial(injection: Injection, ranks: int, seed: int) -> list[Worker]:
+def trial(injection: Injection, ranks: int, seed: int) -> list[FlippedRank]:
     """Train once; return the workers."""
     coordinator = Coordinator(seed=seed)
     names = [f"w{rank}" for rank in range(ranks)]
     broken = random.Random(seed).sample(names, injection.ranks)
     workers = {
-        name: Worker(coordinator.worker(name), injection, 1000 * seed + place, broken=name in broken)
+        name: FlippedRank(coordinator.worker(name), injection, 1000 * seed + place, broken=name in broken)
         for place, name in enumerate(names)
     }
     for worker in workers.values():

@@ -24,7 +24,7 @@ FIRST: Final = 6
 STEPS: Final = 12
 
 
-class Rows(IterableDataset[Any]):
+class DealtRows(IterableDataset[Any]):
     """The rows of a data set, dealt to three devices."""
 
     def __init__(self, data: TensorDataset) -> None:
@@ -118,7 +118,7 @@ def main(folder: Path, name: str) -> None:
     strategy = UnicronStrategy(witness_every=2, digest_every=0, num_micro_batches=None if kind == "stream" else 6)
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, num_nodes=3, max_epochs=3, **quiet)
     loader: DataLoader[Any] = DataLoader(data, batch_size=4, shuffle=True)
-    trainer.fit(net.double(), DataLoader(Rows(data), batch_size=4) if kind == "stream" else loader)
+    trainer.fit(net.double(), DataLoader(DealtRows(data), batch_size=4) if kind == "stream" else loader)
     found = {"state": net.state_dict(), "logged": net.logged, "random": torch.rand(1), "step": done(trainer)}
     path = folder / f"result-{os.getpid()}.pt"
     torch.save(found, path.with_suffix(".part"))
