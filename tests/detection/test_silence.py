@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import pytest
 
-from unicron_lightning.detection.silence import Lateness, Silence, SilenceLimits, ended
+from unicron_lightning.detection.silence import ISOLATION_SECONDS, NOT_ISOLATED, Lateness, Silence, SilenceLimits, ended
 
 LIMITS = SilenceLimits(beat=0.5, least=1.2, most=4.5)
 
@@ -68,9 +69,27 @@ def test_what_this_side_could_not_hear_is_excused() -> None:
 def test_when_most_fall_silent_together_this_side_is_suspected() -> None:
     now = 100.0 + 50.0
     quiet = {key: after(*[0.5] * 100)[0] for key in "abcd"}
-    assert ended(quiet, LIMITS, now + 2.0) == []
-    assert ended(quiet, LIMITS, now + 4.6) == list("abcd")
+    assert dead(quiet, now + 2.0) == []
+    assert dead(quiet, now + 4.6) == list("abcd")
     for key in "abc":
         quiet[key].beat(now + 1.9)
-    assert ended(quiet, LIMITS, now + 2.0) == ["d"]
-    assert ended({"a": quiet["d"]}, LIMITS, now + 2.0) == ["a"], "alone it has nobody to be compared with"
+    assert dead(quiet, now + 2.0) == ["d"]
+    assert dead({"a": quiet["d"]}, now + 2.0) == ["a"], "alone it has nobody to be compared with"
+
+
+def dead(peers: Mapping[str, Silence], now: float) -> list[str]:
+    """Return the dead of peers beside which another is heard."""
+    return ended(peers, LIMITS, now, heard=now, isolated_until=NOT_ISOLATED)[0]
+
+
+def test_when_none_is_heard_this_side_is_isolated() -> None:
+    now = 150.0
+    quiet = {"a": after(*[0.5] * 100)[0]}
+    for seconds, heard, until, found in (
+        (1.0, 0.0, NOT_ISOLATED, ([], NOT_ISOLATED)),
+        (5.0, 0.0, NOT_ISOLATED, ([], now + 5.0 + ISOLATION_SECONDS)),
+        (5.0, 4.9, NOT_ISOLATED, (["a"], NOT_ISOLATED)),
+        (5.0, 4.9, now + 100.0, (["a"], NOT_ISOLATED)),
+        (100.1, 0.0, now + 100.0, (["a"], now + 100.0)),
+    ):
+        assert ended(quiet, LIMITS, now + seconds, heard=now + heard, isolated_until=until) == found

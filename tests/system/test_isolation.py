@@ -35,3 +35,28 @@ def test_an_isolated_coordinator_declares_nobody_lost(
         assert not cluster.events("agent_lost") and not cluster.notes("step", life=2)
         cluster.finish()
         check_exact(tmp_path, reference, workers=agents)
+
+
+@pytest.mark.parametrize("seconds", [12.0, pytest.param(25.0, marks=pytest.mark.chaos)])
+def test_a_coordinator_that_starts_isolated_declares_nobody_lost(
+    seconds: float, tmp_path: Path, reference: Reference
+) -> None:
+    """Its agents come back later than `restart_grace`; a worker has died meanwhile."""
+    with Cluster(tmp_path, coordinator=(), separable=True, settings={"pace": 0.05}) as cluster:
+        epochs = {line["epoch"] for line in cluster.wait_world(3)}
+        for node in cluster.agents:
+            cluster.cut(node)
+        cluster.kill_coordinator()
+        cluster.start_coordinator()
+        time.sleep(seconds)
+        assert {line["epoch"] for line in cluster.wait_world(3, after=time.time())} == epochs
+        assert not cluster.events("agent_lost")
+        killed = cluster.kill_worker("n0")
+        for node in cluster.agents:
+            cluster.heal(node)
+        cluster.wait_world(3, after=killed)
+        time.sleep(6.0)
+        assert len(cluster.events("worker_died")) == 1, "none of the others is lost"
+        assert not cluster.events("agent_lost") and not cluster.notes("step", life=2)
+        cluster.finish()
+        check_exact(tmp_path, reference, workers=3)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Union
+from typing import Any, Final, NamedTuple, Union
 
 import msgspec
 
@@ -106,6 +106,8 @@ class TimerKey(NamedTuple):
     agent: str = ""
 
 
+RETURN_SECONDS: Final = 3.0
+"""Least time in which agents whose connections have ended together may connect again: each tries every 2 s."""
 _SILENCE = SilenceLimits(beat=0.5, least=1.2, most=4.5)
 
 

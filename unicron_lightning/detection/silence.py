@@ -26,6 +26,9 @@ _HALF_LIFE_SECONDS: Final = 300.0
 _LEARNING_BEATS: Final = 60
 _BEATS_PER_SECOND: Final = 2000
 _REPORTS_PER_SECOND: Final = 1000
+ISOLATION_SECONDS: Final = 300.0
+"""Time without a message of any peer until they count as dead nevertheless."""
+NOT_ISOLATED: Final = -math.inf
 
 KeyT = TypeVar("KeyT")
 
@@ -113,12 +116,29 @@ class Silence:
         return now - self._heard > self.threshold
 
 
-def ended(peers: Mapping[KeyT, Silence], limits: SilenceLimits, now: float) -> list[KeyT]:
-    """Return dead peers. If most are silent together, this side is the likely cause, and they get more time."""
+def ended(
+    peers: Mapping[KeyT, Silence], limits: SilenceLimits, now: float, *, heard: float, isolated_until: float
+) -> tuple[list[KeyT], float]:
+    """Return dead peers, and the time until which this side counts as isolated.
+
+    If most peers are silent together, this side is the likely cause, and they get more time. If no peer is heard at
+    all, this side is isolated, and none counts as dead before `ISOLATION_SECONDS`.
+
+    Args:
+        peers: all connections.
+        limits: bounds of all thresholds.
+        now: the time.
+        heard: time of the newest message of anyone.
+        isolated_until: returned by the last call, `NOT_ISOLATED` at first.
+    """
     silent = [key for key, peer in peers.items() if peer.is_end(now)]
     if len(silent) > 1 and 2 * len(silent) > len(peers):
-        return [key for key in silent if peers[key].seconds(now) > limits.most]
-    return silent
+        silent = [key for key in silent if peers[key].seconds(now) > limits.most]
+    if now - heard < limits.shared_by(len(peers)).least:
+        isolated_until = NOT_ISOLATED
+    elif silent and isolated_until == NOT_ISOLATED:
+        isolated_until = now + ISOLATION_SECONDS
+    return ([] if now < isolated_until else silent), isolated_until
 
 
 class Lateness:

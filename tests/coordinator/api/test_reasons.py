@@ -167,7 +167,8 @@ def test_a_task_that_a_new_coordinator_restores_states_for_whom_it_waits():
     world = World(nodes=(2, 3))
     a, b = (world.agent(name).start() for name in "ab")
     world.start()
-    assert why(world) == "resuming: waits for node-a, node-b to connect again; for detection.restart_grace at most"
+    most = "300 s, as the coordinator reaches no agent,"
+    assert why(world) == f"resuming: waits for node-a, node-b to connect again; for {most} at most"
     a.register()
     assert why(world) == "resuming: waits for node-b to connect again; for detection.restart_grace at most"
     b.register()

@@ -2,14 +2,16 @@ import asyncio
 
 import pytest
 
-from unicron_lightning.coordinator.server import timers
-from unicron_lightning.coordinator.server.timers import Liveness
+from unicron_lightning.coordinator import events
+from unicron_lightning.coordinator.events import AbsencesDue, TimerFired, TimerKey
+from unicron_lightning.coordinator.server.timers import Liveness, Timers
+from unicron_lightning.detection import silence
 from unicron_lightning.detection.silence import SilenceLimits, outdated
 
 
 def test_limits_are_renewed_when_the_number_of_agents_has_doubled() -> None:
     limits = SilenceLimits(beat=0.5, least=1.2, most=4.5)
-    liveness = Liveness(limits, lambda _: None, lambda: None)
+    liveness = Liveness(limits, lambda _: None, Timers(lambda _: None))
     assert not any(liveness.beat(conn) for conn in range(1_001))
     assert not liveness.beat(0), "a thousand agents have the beat of one"
     renewed = {conn for conn in range(1_001, 10_000) if liveness.beat(conn)}
@@ -26,13 +28,13 @@ def test_nobody_is_lost_while_nobody_is_heard(
     heard: bool, limit: float, lost: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until the limit of isolation; of two agents one is lost if the other is heard."""
-    monkeypatch.setattr(timers, "ISOLATION_SECONDS", limit)
+    monkeypatch.setattr(silence, "ISOLATION_SECONDS", limit)
 
-    async def watch() -> tuple[list[int], int]:
+    async def watch() -> tuple[list[int], bool]:
         found: list[int] = []
-        excuses: list[None] = []
+        timers = Timers(lambda _: None)
         limits = SilenceLimits(beat=0.1, least=0.25, most=0.5)
-        liveness = Liveness(limits, found.append, lambda: excuses.append(None))
+        liveness = Liveness(limits, found.append, timers)
         for conn in range(2):
             liveness.beat(conn)
         liveness.start()
@@ -41,11 +43,36 @@ def test_nobody_is_lost_while_nobody_is_heard(
             if heard:
                 liveness.heard(1)
         liveness.close()
-        return found, len(excuses)
+        return found, timers.excusing()
 
-    found, excuses = asyncio.run(watch())
+    found, excused = asyncio.run(watch())
     assert sorted(found) == lost
-    assert bool(excuses) or heard, "those that were away have time to come again"
+    assert excused != heard, "those that were away have time to come again"
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_a_process_that_awaits_agents_declares_none_absent_before_it_hears_one(
+    awaited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links that break meanwhile are to blame for it."""
+    monkeypatch.setattr(events, "RETURN_SECONDS", 0.3)
+    fired: list[TimerFired | AbsencesDue] = []
+
+    async def watch() -> tuple[int, int]:
+        timers = Timers(fired.append)
+        liveness = Liveness(SilenceLimits(beat=0.1, least=0.25, most=0.5), lambda _: None, timers)
+        liveness.start(awaited=awaited)
+        timers.set(TimerKey("restore", "task"), 0.1)
+        await asyncio.sleep(1.0)
+        assert not timers.excusing()
+        before = len(fired)
+        liveness.heard(0)
+        await asyncio.sleep(1.0)
+        liveness.close()
+        timers.close()
+        return before, len(fired)
+
+    assert asyncio.run(watch()) == (0 if awaited else 1, 1)
 
 
 def test_outdated_limits() -> None:

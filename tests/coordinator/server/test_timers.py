@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from unicron_lightning.coordinator import events
 from unicron_lightning.coordinator.events import AbsencesDue, TimerFired, TimerKey
 from unicron_lightning.coordinator.server import timers
 from unicron_lightning.coordinator.server.timers import Timers
@@ -21,7 +22,7 @@ LOST_DUE, PLAN_DUE = AbsencesDue(keys=(LOST,)), TimerFired(key=PLAN)
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timers, "LATE_SECONDS", 0.2)
-    monkeypatch.setattr(timers, "ALLOWANCE_SECONDS", 1.0)
+    monkeypatch.setattr(events, "RETURN_SECONDS", 1.0)
 
 
 @pytest.fixture

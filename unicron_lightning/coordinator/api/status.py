@@ -18,6 +18,7 @@ from unicron_lightning.coordinator.membership.slots import fewest
 from unicron_lightning.coordinator.orders import calibration
 from unicron_lightning.coordinator.severity.apply import LAST_HOLD_SECONDS
 from unicron_lightning.coordinator.state import Agent, Cluster, Node, Task, Worker
+from unicron_lightning.detection.silence import ISOLATION_SECONDS
 from unicron_lightning.wire.fields import counted
 
 _NAMED: Final = 3
@@ -32,7 +33,9 @@ def why_waiting(cluster: Cluster, task: Task) -> str | None:
         return "resuming: the coordinator had lost its record, and waits for agents to register, and for their workers"
     away = [agent.node for agent in task.agents.values() if agent.conn is None]
     if task.restoring and away and (task.epoch is None or not task.settled):
-        return f"resuming: waits for {_few(away)} to connect again; for detection.restart_grace at most"
+        here = cluster.conns or any(node.conn is not None for node in cluster.nodes.values())
+        most = "detection.restart_grace" if here else f"{ISOLATION_SECONDS:g} s, as the coordinator reaches no agent,"
+        return f"resuming: waits for {_few(away)} to connect again; for {most} at most"
     if task.epoch is not None and (task.epoch.hold or task.pausing or not task.settled):
         return _why_waiting_in_epoch(cluster, task, task.epoch)
     if task.slots:

@@ -142,10 +142,6 @@ def _cool(task: Task, turn: Turn, agent: Agent) -> None:
 STANDBY: Final = Part(review=_review_standbys)
 
 
-_RETURN_SECONDS: Final = 3.0
-"""Least time for others after an agent's return to a restored task: each tries every 2 s. Half of ``restart_grace`` is
-longer than any agent takes to notice that a coordinator is silent (`most_silence`).
-"""
 _LOST_REMEMBERED = 1000
 _FINISHED: Final = "its workers have finished"
 """Reason of a success."""
@@ -319,8 +315,9 @@ def _review_restoring(task: Task, turn: Turn) -> None:
         lifecycle.move(task, agents="present")
         turn.cancel("restore", task=task.id)
     elif any(present):
+        # Half of it is longer than any agent takes to notice that a coordinator is silent (`most_silence`).
         grace = turn.limits.restart_grace
-        turn.timer("restore", min(grace, max(grace / 2, _RETURN_SECONDS)), task=task.id)
+        turn.timer("restore", min(grace, max(grace / 2, ev.RETURN_SECONDS)), task=task.id)
 
 
 def disconnected(task: Task, turn: Turn, agent: Agent, silent: float | None) -> None:

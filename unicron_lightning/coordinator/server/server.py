@@ -120,9 +120,7 @@ class Server:
             raise StoreUnusable(f"can't read {self.state_dir}: {error}") from error
         self._sessions: dict[int, PeerConnection] = {}
         self._timers = Timers(self.apply)
-        self._liveness = Liveness(
-            config.detection.silence(), lambda conn: self._sessions[conn].abort(), self._timers.stalled
-        )
+        self._liveness = Liveness(config.detection.silence(), lambda conn: self._sessions[conn].abort(), self._timers)
         self._presence, self._garbage = Presence(), FullCollections()
         self._conn_ids = itertools.count(1)
         self._planning = Planning()
@@ -170,9 +168,11 @@ class Server:
             await self._open(runner)
             self._announce()
             self._note_set_aside()
-            for watch in (self._liveness, self._garbage, self._scrape):
-                watch.start()
+            self._garbage.start()
+            self._scrape.start()
             self.apply(ev.Started(about=self.about()))
+            awaited = self.machine.cluster.nodes or any(task.restoring for task in self.machine.tasks.values())
+            self._liveness.start(awaited=bool(awaited))
             for event in inputs_at_start(self._config, self.machine.cluster):
                 self.apply(event)
             self._look_for_ended()

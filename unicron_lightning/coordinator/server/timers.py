@@ -13,7 +13,7 @@ machine without power. The verdict closes the connection, and the machine handle
 
 **Isolation.** If no agent at all is heard, this side is cut off: workers train on, and to declare them lost would throw
 their work away as soon as they are heard again. Nobody is lost then before `ISOLATION_SECONDS`; where all agents have
-really died, nothing could be done earlier either.
+really died, nothing could be done earlier either. A process that has restored tasks is isolated until it hears anyone.
 """
 
 from __future__ import annotations
@@ -28,15 +28,21 @@ from typing import Final
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.server.peers import frame_of
-from unicron_lightning.detection.silence import Lateness, Silence, SilenceLimits, ended, outdated
+from unicron_lightning.detection.silence import (
+    ISOLATION_SECONDS,
+    NOT_ISOLATED,
+    Lateness,
+    Silence,
+    SilenceLimits,
+    ended,
+    outdated,
+)
 
 logger = logging.getLogger(__name__)
 
 
 LATE_SECONDS: Final = 0.5
 """Lateness from which the loop counts as stalled. Agents do not notice shorter stalls."""
-ALLOWANCE_SECONDS: Final = 3.0
-"""Time after a stall in which agents may connect again and register."""
 _OF_ABSENCE: Final = frozenset({"lost", "missing", "node_lost", "restore"})
 """Kinds of timers whose expiry declares agents or daemons absent."""
 LOST: Final = "lost"
@@ -44,8 +50,6 @@ LOST: Final = "lost"
 _CROWD_SECONDS: Final = 0.01
 """Additional grace for each other agent that is away: to take one in costs 2 to 3 ms, more on a loaded machine."""
 AGAIN_SECONDS: Final = 0.1
-ISOLATION_SECONDS: Final = 300.0
-"""Time without a message of any agent until they are declared lost nevertheless."""
 _TOGETHER_SECONDS: Final = 0.02
 """Agents whose grace ends within this time are declared lost together."""
 
@@ -62,16 +66,21 @@ class Timers:
         self._handles: dict[ev.TimerKey, asyncio.TimerHandle] = {}
         self._away: dict[ev.TimerKey, float] = {}
         """Running timers of kind `LOST`, with the loop time at which the grace of a single agent ends."""
-        self._allowed_until = 0.0
-        """Loop time until which the allowance for the last stall holds."""
+        self._allowed_until = self._excusing_until = 0.0
+        """Loop times until which nobody is declared absent, and until which no link is to blame."""
+
+    def allow(self) -> None:
+        """Give all who are away time to connect again from now on."""
+        self._allowed_until = asyncio.get_running_loop().time() + ev.RETURN_SECONDS
 
     def stalled(self) -> None:
         """Record that the loop could not run until now."""
-        self._allowed_until = asyncio.get_running_loop().time() + ALLOWANCE_SECONDS
+        self.allow()
+        self._excusing_until = self._allowed_until
 
     def excusing(self) -> bool:
         """Whether the loop stood still so shortly before that agents connect again for this reason."""
-        return asyncio.get_running_loop().time() < self._allowed_until
+        return asyncio.get_running_loop().time() < self._excusing_until
 
     def set(self, key: ev.TimerKey, seconds: float) -> None:
         """Start or restart a timer."""
@@ -162,25 +171,27 @@ class Liveness:
     Args:
         limits: limits of silence.
         cut: ends a connection, given its number.
-        stalled: called when the loop runs again after it could not.
+        timers: prolonged when the loop runs again after it could not, and while no agent is heard.
     """
 
-    def __init__(self, limits: SilenceLimits, cut: Callable[[int], None], stalled: Callable[[], None]) -> None:
+    def __init__(self, limits: SilenceLimits, cut: Callable[[int], None], timers: Timers) -> None:
         self._limits = limits
-        self._stalled = stalled
+        self._timers = timers
         self._cut = cut
         self._peers: dict[int, Silence] = {}
         self._given_up: dict[int, float] = {}
         self._heard = -math.inf
         """Time of the newest message of anyone."""
-        self._isolated_since: float | None = None
+        self._isolated_until = NOT_ISOLATED
         self._seconds = 0.0
         """Between two looks."""
         self._lateness: Lateness | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self) -> None:
-        """Start watching."""
+    def start(self, *, awaited: bool = False) -> None:
+        """Start watching; ``awaited``: agents of an earlier process have to come again."""
+        if awaited:
+            self._isolated_until = time.monotonic() + ISOLATION_SECONDS
         self._again()
 
     def close(self) -> None:
@@ -229,31 +240,32 @@ class Liveness:
         assert self._lateness is not None
         late = self._lateness.fired(now)
         if late > LATE_SECONDS:
-            self._stalled()
+            self._timers.stalled()
         if late > _LATE_SECONDS:
             # Every agent looks late to a loop that could not run; their messages may still be unread.
             for peer in self._peers.values():
                 peer.excuse(late, now)
-        elif self._is_isolated(now):
-            for peer in self._peers.values():
-                peer.excuse(self._seconds, now)
-            self._stalled()  # who was away has time to connect again
         else:
-            for conn in ended(self._peers, self._limits, now):
-                seconds = self._peers.pop(conn).seconds(now)
-                logger.warning("agent_silent conn=%d seconds=%.2f", conn, seconds)
-                self._given_up[conn] = seconds
-                self._cut(conn)
+            self._judge(now)
         self._again()
 
-    def _is_isolated(self, now: float) -> bool:
-        """Whether no agent has been heard for so long that they should be lost, but not yet for too long."""
-        if now - self._heard < self._limits.shared_by(len(self._peers)).least:
-            self._isolated_since = None
-            return False
-        if self._isolated_since is None:
-            if not ended(self._peers, self._limits, now):
-                return False
+    def _judge(self, now: float) -> None:
+        """End the connections of dead agents, or prolong all grace periods while no agent is heard."""
+        before = self._isolated_until
+        dead, self._isolated_until = ended(
+            self._peers, self._limits, now, heard=self._heard, isolated_until=self._isolated_until
+        )
+        if before == NOT_ISOLATED < self._isolated_until:
             logger.warning("coordinator_isolated agents=%d seconds=%g", len(self._peers), ISOLATION_SECONDS)
-            self._isolated_since = now
-        return now - self._isolated_since < ISOLATION_SECONDS
+        if now < self._isolated_until:
+            for peer in self._peers.values():
+                peer.excuse(self._seconds, now)
+            if self._heard == -math.inf:
+                self._timers.allow()  # links of a process that has just started may be to blame when they break
+            else:
+                self._timers.stalled()
+        for conn in dead:
+            seconds = self._peers.pop(conn).seconds(now)
+            logger.warning("agent_silent conn=%d seconds=%.2f", conn, seconds)
+            self._given_up[conn] = seconds
+            self._cut(conn)
