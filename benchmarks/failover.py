@@ -1,18 +1,23 @@
 """Strike coordinators, members of etcd, their links and workers of a real training at random, then check histories.
 
-Two coordinators with `store=etcd` on three members of etcd, three agents with one worker each, and a client that
-submits jobs. Each coordinator reaches each member by a link of its own, and agents, workers and the client reach each
-coordinator by one; a link that is cut is silent and closes no connection. Strikes:
+Two coordinators with `store=etcd` on three members of etcd, three agents with one worker each, and a client
+that submits jobs. With --sharded there are four agents, whose model is divided into shards. Each coordinator reaches
+each member by a link of its own, and agents, workers and the client reach each coordinator by one; a link that is cut
+is silent and closes no connection. Strikes:
 
 - the leader is killed, or stopped for 6 to 20 s and woken; the stand-by is killed; both are;
 - one member of etcd is killed, or two for some seconds, or one is slow: stopped for 1.9 of every 2 s;
+- the disk of one member of etcd, or of two, is slow for 12 s: each fsync takes 2 s longer (needs strace);
 - the leader is cut from etcd, from agents, or from both, for 8 s;
 
 at the same time a worker is killed, or an agent with its worker, whose node joins again, or a node is drained and
-used again, or nothing happens. What was killed starts again. At the end `histories` checks the log, the orders and the
-workers' steps, and the training must equal one without failures.
+used again, or, with --sharded, the model is on its way to another number of shards, or nothing happens. What was killed
+starts again. At the end `histories` checks the log, the orders and the workers' steps, and the training must equal one
+without failures.
 
     python benchmarks/failover.py --faults 20 --seed 1
+    python benchmarks/failover.py --faults 12 --seed 1 --sharded --beside relayout
+    python benchmarks/failover.py --faults 10 --only "stop leader" --beside worker
 
 Each strike is printed with the time until a coordinator answers, and until a worker finishes a step in a new world if
 it has to.
@@ -24,20 +29,23 @@ import argparse
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from coordinator.fake_etcd import EtcdMembers, three_members
+from fsdp.judge import SCRIPT as SHARDED
+from fsdp.judge import alone, differences
 from histories import Order, violations
-from system.cluster import SETTINGS, Cluster
+from system.cluster import SCRIPT, SETTINGS, Cluster
 from system.judge import Reference, check_exact
 from typing_extensions import override
 
@@ -45,27 +53,68 @@ from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 from unicron_lightning.local_cluster.cluster import Proxy
 from unicron_lightning.local_cluster.processes import free_port, kill, tied, until
 
-AGENTS, MEMBERS, COORDINATORS = 3, 3, 2
-SHAPE = {"nodes": AGENTS, "full": AGENTS, "pace": 0.05, "slow": 0.1}
+MEMBERS, COORDINATORS = 3, 2
 STOPPED_SECONDS = (20.0, 6.0, 10.0)
 CUT_SECONDS = 8.0
+SLOW_DISK_SECONDS = 12.0
+SYNC_SECONDS = 2
 STRIKES = (
     "kill leader", "stop leader", "kill stand-by", "kill member", "kill two members", "no coordinator", "slow member",
-    "cut from etcd", "cut from agents", "cut from both",
+    "slow disk", "two slow disks", "cut from etcd", "cut from agents", "cut from both",
 )  # fmt: skip
 BESIDE = ("worker", "worker", "agent", "drain", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StruckTraining:
+    """What the agents run; ``beside``: of what happens at the same time as a strike."""
+
+    script: Path
+    agents: int
+    least: int
+    settings: dict[str, Any]
+    beside: tuple[str, ...]
+
+
+PLAIN = StruckTraining(
+    script=SCRIPT,
+    agents=3,
+    least=1,
+    settings={"nodes": 3, "full": 3, "pace": 0.05, "slow": 0.1},
+    beside=BESIDE,
+)
+OF_SHARDS = StruckTraining(
+    script=SHARDED,
+    agents=4,
+    least=2,
+    settings={
+        "steps": 6,
+        "full": 4,
+        "finish": True,
+        "pace": 0.3,
+        "slow": 0.3,
+        "samples": 65536,
+        "shards": 2,
+        "options": {"save_distributed_checkpoint": True},
+    },
+    beside=(*BESIDE, "relayout", "relayout"),
+)
 
 
 class Redundant(Cluster):
     """A cluster with two coordinators, behind links."""
 
-    def __init__(self, folder: Path, members: EtcdMembers) -> None:
+    def __init__(self, folder: Path, members: EtcdMembers, training: StruckTraining) -> None:
         self.ports = tuple(free_port() for _ in range(COORDINATORS))
         self.members = members
         clients = [client for client, _ in members.ports]
         self.to_etcd = [[Proxy(port) for port in clients] for _ in self.ports]
         self.to_coordinators = [Proxy(port) for port in self.ports]
-        super().__init__(folder, agents=AGENTS, nodes=f"1:{AGENTS}", settings=SHAPE, conf="forwarded=true")
+        self.training, number = training, training.agents
+        super().__init__(
+            folder, agents=number, nodes=f"{training.least}:{number}", script=training.script, conf="forwarded=true",
+            settings=training.settings,
+        )  # fmt: skip
         self.access = replace(self.access, forwarded=True)
 
     @property
@@ -88,17 +137,35 @@ class Redundant(Cluster):
         for proxy in proxies:
             proxy.close()
 
-    def ordered(self, order: Callable[[str], None], node: str) -> None:
-        """Give an order, again until it is confirmed."""
+    def ordered(self, order: Callable[[str], None], about: str) -> None:
+        """Give an order, again until it is confirmed, or was without an answer."""
 
         def confirmed() -> bool:
             try:
-                order(node)
-            except UnicronError:
-                return False
+                order(about)
+            except UnicronError as error:
+                return any(text in str(error) for text in ("on its way", "that is what the task has"))
             return True
 
         until("an order", confirmed, 90)
+
+    def logged(self) -> list[dict[str, Any]]:
+        """Return all events, page by page."""
+        found: list[dict[str, Any]] = []
+        while page := self.fetch("/v1/events", since=str(found[-1]["seq"] if found else 0)):
+            found += page
+        return found
+
+    def layouts(self) -> int:
+        """Return how often the layout has changed; 0 while no coordinator answers."""
+        try:
+            return sum(event["name"] == "layout_changes" for event in self.logged())
+        except UnicronError:
+            return 0
+
+    def relayout(self, shards: str) -> None:
+        """Order another number of shards."""
+        self.fetch(f"/v1/tasks/{self.task}/relayout", method="POST", shards=shards)
 
     def start_one(self, number: int) -> None:
         """Start a coordinator that does not run, and wait until it leads or stands by."""
@@ -180,13 +247,17 @@ class Strike:
         self._killed: list[int] = []
         self._drain: threading.Thread | None = None
         self._drained = ""
-        self._leader = 0
+        self._leader = self._syncs = 0
 
     def run(self) -> str:
         """Strike, and wait until all is whole again; return what happened."""
         cluster = self._cluster
-        world = cluster.wait_world(AGENTS, seconds=120)
+        world = cluster.wait_world(cluster.training.agents, seconds=120)
         until("a leader", lambda: cluster.leader() is not None, 90)
+        layouts = cluster.layouts()
+        if self.beside == "relayout":
+            cluster.ordered(cluster.relayout, "1" if layouts % 2 == 0 else "2")
+            time.sleep(self._chance.uniform(0.0, 1.5))
         self._leader, began = cluster.leader() or 0, time.time()
         self._strike()
         self._strike_beside(world)
@@ -199,7 +270,9 @@ class Strike:
             out = {None, self._leader} if self.kind in ("stop leader", "cut from etcd", "cut from both") else {None}
             until("a leader", lambda: cluster.leader() not in out, 90)
             answers, healed = time.time() - began, None
-            if self.beside in ("worker", "agent"):
+            if self.beside == "relayout":
+                until("the layout", lambda: cluster.layouts() > layouts, 120)
+            if self.beside in ("worker", "agent", "relayout"):
                 epoch = max(note["epoch"] for note in world)
                 until("a new world", lambda: any(n["epoch"] > epoch for n in cluster.newest_steps()), 90)
                 healed = round(min(n["at"] for n in cluster.newest_steps() if n["epoch"] > epoch) - began, 2)
@@ -207,7 +280,8 @@ class Strike:
             healing.join()
         self._restore()
         again = f", a step in a new world after {healed} s" if healed else ""
-        return f"a coordinator answers after {answers:.2f} s{again}"
+        syncs = f", {self._syncs} syncs were slow" if "disk" in self.kind else ""
+        return f"a coordinator answers after {answers:.2f} s{again}{syncs}"
 
     def _strike(self) -> None:
         cluster, kind, leader = self._cluster, self.kind, self._leader
@@ -249,6 +323,8 @@ class Strike:
             time.sleep(CUT_SECONDS)
             for proxy in cluster.links(self._leader, kind):
                 proxy.heal()
+        if kind in ("slow disk", "two slow disks"):
+            self._slow_disks(self._chance.sample(range(MEMBERS), 2 if kind == "two slow disks" else 1))
         if kind == "slow member":
             slow = cluster.members.processes[self._chance.randrange(MEMBERS)]
             for _ in range(5):
@@ -256,6 +332,23 @@ class Strike:
                 time.sleep(1.9)
                 slow.send_signal(signal.SIGCONT)
                 time.sleep(0.1)
+
+    def _slow_disks(self, members: list[int]) -> None:
+        """Make each fsync of members take longer for a while, and count them."""
+        traces = [self._cluster.folder / f"syncs-{member}" for member in members]
+        tracers = []
+        try:
+            for member, trace in zip(members, traces, strict=True):
+                pid = self._cluster.members.processes[member].pid
+                delay = f"inject=fsync,fdatasync:delay_exit={SYNC_SECONDS}000000"
+                words = ["strace", "-f", "-qq", "-o", str(trace), "-e", "trace=fsync,fdatasync", "-e", delay]
+                tracers.append(subprocess.Popen([*words, "-p", str(pid)], stderr=subprocess.DEVNULL))
+            time.sleep(SLOW_DISK_SECONDS)
+        finally:
+            for tracer in tracers:
+                tracer.terminate()  # it detaches
+                tracer.wait()
+        self._syncs = sum(trace.read_text().count("(DELAYED)") for trace in traces)
 
     def _restore(self) -> None:
         cluster = self._cluster
@@ -268,14 +361,12 @@ class Strike:
         for member in self._killed:
             cluster.members.start(member)
         until("etcd", lambda: all(cluster.members.healthy(member) for member in range(MEMBERS)), 60)
-        cluster.wait_world(AGENTS, after=time.time(), seconds=120)
+        cluster.wait_world(cluster.training.agents, after=time.time(), seconds=120)
 
 
 def checked(cluster: Redundant, client: Client) -> list[str]:
     """Return all violations in the histories; print figures about them."""
-    events: list[dict[str, Any]] = []
-    while page := cluster.fetch("/v1/events", since=str(events[-1]["seq"] if events else 0)):
-        events += page
+    events = cluster.logged()
     known = [job["name"] for job in cluster.fetch("/v1/jobs")]
     steps = sorted(cluster.notes("step"), key=lambda note: (note["pid"], note["at"]))
     confirmed = sum(order.confirmed for order in client.orders)
@@ -283,16 +374,43 @@ def checked(cluster: Redundant, client: Client) -> list[str]:
     return violations(events, client.orders, known, steps)
 
 
-def main() -> None:
-    """Run the command line."""
+def judged(cluster: Redundant, folder: Path) -> str:
+    """Compare the parameters with those of a training without failures, in a folder of its own."""
+    training, (last, *_) = cluster.training, cluster.notes("end")
+    if training is PLAIN:
+        reference = Reference(folder, {**SETTINGS, **training.settings}, last["data_epoch"])
+        return str(check_exact(cluster.folder, reference, workers=training.agents))
+    found = differences(cluster.folder, alone(folder, {**training.settings, "steps": last["step"]}))
+    worst = max(found.values())
+    assert len(found) == training.agents and worst < 1e-10, found
+    return f"{last['step']} steps, largest difference of a parameter {worst:.1e}"
+
+
+def given() -> argparse.Namespace:
+    """Return the options, with the training and what may happen beside a strike."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--sharded", action="store_true", help="train a model in shards, which relayouts change")
+    parser.add_argument("--only", nargs="+", choices=STRIKES, default=STRIKES, help="kinds of strikes")
+    parser.add_argument("--beside", nargs="+", choices=(*OF_SHARDS.beside, "nothing"), help="what happens meanwhile")
     options = parser.parse_args()
+    options.training = OF_SHARDS if options.sharded else PLAIN
+    options.beside = ["" if each == "nothing" else each for each in options.beside or options.training.beside]
+    if "relayout" in options.beside and not options.sharded:
+        parser.error("--beside relayout: expected --sharded")
+    if shutil.which("strace") is None and any("disk" in kind for kind in options.only):
+        parser.error("strace is missing, which makes disks slow: install it, or name other kinds with --only")
+    return options
+
+
+def main() -> None:
+    """Run the command line."""
+    options = given()
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as place, three_members(Path(place) / "etcd") as members:
         (folder := Path(place) / "run").mkdir()
-        cluster = Redundant(folder, members)
+        cluster = Redundant(folder, members, options.training)
         try:
             cluster.start_one(0)
             until("a leader", lambda: cluster.leader() is not None, 60)
@@ -301,8 +419,8 @@ def main() -> None:
             client = Client(cluster)
             try:
                 for number in range(options.faults):
-                    kind = STRIKES[number] if number < len(STRIKES) else chance.choice(STRIKES)
-                    strike = Strike(cluster, kind, chance.choice(BESIDE), chance)
+                    kind = options.only[number] if number < len(options.only) else chance.choice(options.only)
+                    strike = Strike(cluster, kind, chance.choice(options.beside), chance)
                     print(f"{number + 1} {kind}, {strike.beside or 'nothing'} beside:", end=" ", flush=True)
                     print(strike.run(), flush=True)
             finally:
@@ -318,9 +436,7 @@ def main() -> None:
             cluster.close()
         for each in found:
             print(f"VIOLATION {each}")
-        epochs = cluster.notes("end")[0]["data_epoch"]
-        reference = Reference(Path(place) / "reference", {**SETTINGS, **SHAPE}, epochs)
-        print(check_exact(folder, reference, workers=AGENTS))
+        print(judged(cluster, Path(place) / "reference"))
         print(f"{options.faults} strikes, seed {options.seed}: {len(found)} violations")
         sys.exit(bool(found))
 

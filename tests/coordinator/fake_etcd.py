@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import datetime
 import itertools
 import json
 import os
@@ -19,7 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from unicron_lightning.certificates import Issued, issue, load_ca
 from unicron_lightning.local_cluster.processes import free_port
 
 MISSING = "etcd is not installed: three real members cannot be started"
@@ -228,3 +233,17 @@ def three_members(folder: Path, number: int = 3, certificates: Path | None = Non
         yield members
     finally:
         members.close()
+
+
+def certificate_of_a_member(folder: Path) -> Issued:
+    """For servers and clients, as a member's gateway is its client; without a name, which the gateway refuses."""
+    ca = load_ca(folder / "ca.pem", folder / "ca.key")
+    made = issue("member", datetime.timedelta(days=1), ca=ca, hosts=["127.0.0.1"])
+    both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    found = made.certificate
+    builder = x509.CertificateBuilder(
+        found.issuer, x509.Name([]), found.public_key(), found.serial_number, found.not_valid_before_utc,
+        found.not_valid_after_utc,
+        [each for each in found.extensions if each.oid != both.oid] + [x509.Extension(both.oid, False, both)],
+    )  # fmt: skip
+    return Issued(certificate=builder.sign(ca.key, hashes.SHA256()), key=made.key)

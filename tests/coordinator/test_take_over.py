@@ -12,13 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator.fake_etcd import MISSING, EtcdMembers, installed, three_members
+from coordinator.fake_etcd import MISSING, EtcdMembers, certificate_of_a_member, installed, three_members
 from coordinator.shell import Coordinator
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from unicron_lightning.certificates import Issued, issue, load_ca
 from unicron_lightning.cli.certs import write_certificates
 from unicron_lightning.cli.client import fetch
 from unicron_lightning.coordinator.etcd import Etcd, coded
@@ -125,20 +121,6 @@ ACCESS: list[tuple[str, dict[str, Any]]] = [
     ("role/grant", {"name": "unicron", "perm": PERMITTED}),
     ("enable", {}),
 ]
-
-
-def certificate_of_a_member(folder: Path) -> Issued:
-    """For servers and clients, as a member's gateway is its client; without a name, which the gateway refuses."""
-    ca = load_ca(folder / "ca.pem", folder / "ca.key")
-    made = issue("member", datetime.timedelta(days=1), ca=ca, hosts=["127.0.0.1"])
-    both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-    found = made.certificate
-    builder = x509.CertificateBuilder(
-        found.issuer, x509.Name([]), found.public_key(), found.serial_number, found.not_valid_before_utc,
-        found.not_valid_after_utc,
-        [each for each in found.extensions if each.oid != both.oid] + [x509.Extension(both.oid, False, both)],
-    )  # fmt: skip
-    return Issued(certificate=builder.sign(ca.key, hashes.SHA256()), key=made.key)
 
 
 def test_etcd_asks_for_a_certificate_and_a_password(tmp_path: Path) -> None:
