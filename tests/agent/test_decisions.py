@@ -224,6 +224,20 @@ def test_repeats_what_may_be_lost() -> None:
     assert drain(outbox) == [died("new"), event("b")]
 
 
+def test_repeats_what_a_silent_coordinator_may_not_have_received() -> None:
+    outbox = Outbox()
+    outbox.opened()
+    outbox.put(died("old"))
+    drain(outbox, now=0.0)
+    outbox.heard_at = RESEND_SECONDS + 1.0
+    for seconds in (2.0, 5.0):
+        outbox.put(died(f"{seconds}"))
+        drain(outbox, now=RESEND_SECONDS + seconds)
+    outbox.closed(now=2 * RESEND_SECONDS + 6.0)
+    outbox.opened()
+    assert drain(outbox) == [died("2.0"), died("5.0")]
+
+
 # ---- roster
 
 

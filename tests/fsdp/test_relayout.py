@@ -15,6 +15,7 @@ from fsdp.train import SETTINGS as DEFAULTS
 from system.cluster import Cluster
 
 from unicron_lightning.local_cluster.cluster import LocalCluster
+from unicron_lightning.local_cluster.processes import until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -100,3 +101,28 @@ def test_a_job_gets_the_shards_that_it_names_for_its_slots(tmp_path: Path) -> No
     [last] = {note["step"] for note in notes(tmp_path, "end")}
     found = differences(tmp_path, alone(tmp_path / "alone", {**SETTINGS, "steps": last}))
     assert len(found) == 4 and max(found.values()) < TOLERANCE, found
+
+
+def test_the_report_of_the_checkpoint_is_lost_with_the_coordinator(tmp_path: Path) -> None:
+    """It is sent into links that are cut, and repeated to the next coordinator, although only the links' silence shows
+    seconds later that it was lost.
+    """
+    options = {"coordinator": (), "separable": True}
+    with Cluster(tmp_path, script=SCRIPT, agents=4, nodes="2:4", settings=SETTINGS, **options) as cluster:
+        cluster.wait_world(4, after=time.time())
+        cluster.fetch(f"/v1/tasks/{cluster.task}/relayout", method="POST", shards="4")
+        settled = {"name": "epoch_settled", "kind": "relayout"}
+        until("the order", lambda: any(settled.items() <= each.items() for each in cluster.events("epoch_settled")), 60)
+        for node in cluster.agents:
+            cluster.cut(node)
+        until("the checkpoint", lambda: [*tmp_path.glob("checkpoints/relayout-step=*.ckpt")], 60)
+        time.sleep(8.0)
+        cluster.kill_coordinator()
+        cluster.start_coordinator()
+        for node in cluster.agents:
+            cluster.heal(node)
+        (changed,) = cluster.watch(lambda: cluster.events("layout_changes"), "the order's end", 100, 100)
+        cluster.wait_world(4, after=changed["at"])
+        (tmp_path / "finish").touch()
+        cluster.wait_end(200)
+    assert len(cluster.events("task_restarts")) == 1

@@ -334,8 +334,8 @@ class AgentThread:
     # ---- coordinator
 
     def _register(self) -> wire.Register:
-        for lookup in self._roster.unanswered():
-            self._send(lookup)
+        for message in self._roster.unanswered():
+            self._send(message)
         own = (self._roster, self._reading, self._secret, self._memory.copies)
         return registration(self._options, self._shared.now, *own)
 

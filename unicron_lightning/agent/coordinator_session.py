@@ -12,8 +12,8 @@ has not read yet.
 
 **The outbox** has messages of the agent to the coordinator, kept until their delivery is sufficiently certain.
 While the coordinator is away, messages that `wire.Register` repeats or that become stale are dropped; the rest is kept
-in order. Messages written shortly before the connection broke may be lost: those that can safely be repeated are sent
-again, and an unanswered goodbye in any case.
+in order. Messages written shortly before the coordinator was last heard, or later, may be lost: those that can safely
+be repeated are sent again, and an unanswered goodbye in any case.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -49,7 +50,10 @@ from unicron_lightning.tls import Access
 logger = logging.getLogger(__name__)
 
 
-RESEND_SECONDS: Final = 2.0
+RESEND_SECONDS: Final = 5.0
+"""Age of messages, when the coordinator is last heard, that may be lost with it: it may be one that waits for its lease
+to be renewed, and has written nothing since.
+"""
 
 # Register carries the newest of these; a lookup is repeated until it is answered.
 _CARRIED_OTHERWISE: Final = (
@@ -83,10 +87,12 @@ class Outbox:
     Attributes:
         progress_seconds: least time between two progress reports of a worker, of which the newest is sent; one that
             precedes another message of the worker is sent with it.
+        heard_at: time of the coordinator's newest message in this connection.
     """
 
     def __init__(self) -> None:
         self.progress_seconds = 0.0
+        self.heard_at = math.inf
         self._held: dict[str, wire.Progress] = {}
         self._held_until = 0.0
         self._open = False
@@ -115,7 +121,7 @@ class Outbox:
         if not self._queue:
             return None
         message = self._queue.popleft()
-        while self._recent and self._recent[0][0] < now - RESEND_SECONDS:
+        while self._recent and self._recent[0][0] < min(now, self.heard_at) - RESEND_SECONDS:
             self._recent.popleft()
         if isinstance(message, _REPEATABLE):
             self._recent.append((now, message))
@@ -130,7 +136,8 @@ class Outbox:
         if not self._open:
             return
         self._open = False
-        again = [message for at, message in self._recent if at >= now - RESEND_SECONDS or isinstance(message, wire.Bye)]
+        since, self.heard_at = min(now, self.heard_at) - RESEND_SECONDS, math.inf
+        again = [message for at, message in self._recent if at >= since or isinstance(message, wire.Bye)]
         kept = [message for message in self._queue if not isinstance(message, _CARRIED_OTHERWISE + _STALE)]
         self._recent.clear()
         self._held.clear()
@@ -330,6 +337,7 @@ class CoordinatorSession:
                     frame = await socket.receive()
                     if frame.type is aiohttp.WSMsgType.CLOSE:
                         return self._said_bye and frame.data == aiohttp.WSCloseCode.OK
+                    self._outbox.heard_at = time.monotonic()
                     message = _decode(frame)
                     if message is None:
                         continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal
 
 from omegaconf import DictConfig, OmegaConf
@@ -362,8 +362,11 @@ class CoordinatorConfig:
         """Return the parameters of the state machine."""
         sections = (self.coordinator, self.cluster, self.detection, self.health)
         given = {name: value for section in sections for name, value in vars(section).items()}
+        silence = self.detection.silence()
+        if self.store.kind == "etcd":  # a leader that is silent for as long as its lease leads no more
+            silence = replace(silence, most=min(silence.most, max(silence.least, self.store.lease_seconds)))
         made: dict[str, Any] = {
-            "silence": self.detection.silence(),
+            "silence": silence,
             "watch": self.detection.watch(),
             "health": HealthLimits(**{each.name: given[each.name] for each in fields(HealthLimits)}),
             "severity": SeverityLimits(**vars(self.severity)),

@@ -59,7 +59,7 @@ _DEFLATED_FROM: Final = 64 << 10
 EVENTS_KEPT: Final = 20_000
 EVENT_BYTES_KEPT: Final = 16 << 20
 """A new leader reads all events, so fewer are kept than in a file."""
-_LOOKS_PER_LEASE: Final = 12
+_LOOKS_PER_LEASE: Final = 24
 _RENEWALS_PER_LEASE: Final = 4
 _RETRY_SECONDS: Final = 0.1
 

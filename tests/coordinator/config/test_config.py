@@ -83,6 +83,14 @@ def test_a_time_that_is_given_does_not_follow() -> None:
     assert (detection.timeout, detection.join_grace, detection.comm_error_grace) == (3.0, 1.0, 0.15)
 
 
+def test_agents_leave_a_silent_leader_when_its_lease_has_ended() -> None:
+    etcd = ("store=etcd", "store.endpoints=[http://127.0.0.1:2379]")
+    assert configured().limits().silence.most == configured().detection.most_silence == 4.5
+    assert configured(*etcd).limits().silence.most == 3
+    assert configured(*etcd, "store.lease_seconds=10").limits().silence.most == 4.5
+    assert configured(*etcd, "detection.least_silence=3.5").limits().silence.most == 3.5
+
+
 def test_agents_can_come_back_however_short_the_base_is() -> None:
     detection = configured("detection.timeout=0.1").detection
     assert (detection.restart_grace, detection.worker_timeout) == (3.0, 3.0)

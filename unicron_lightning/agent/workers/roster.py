@@ -188,9 +188,14 @@ class Roster:
             for each in self._workers.values()
         ]
 
-    def unanswered(self) -> list[wire.Lookup]:
-        """Return the lookups that have to be repeated in a new session."""
-        return list(self._lookups.values())
+    def unanswered(self) -> list[wire.FromWorker]:
+        """Return messages to repeat in a new session: lookups, and reports of workers that wait to be restarted.
+
+        A coordinator that could not write such a report before it ended has lost it, and the workers wait for its
+        consequence.
+        """
+        parting = [each.saved for each in self._workers.values() if each.saved is not None and each.saved.parting]
+        return [*self._lookups.values(), *parting]
 
 
 SIBLING_SECONDS: Final = 1.0
