@@ -27,7 +27,7 @@ from unicron_lightning.cli.client import (
     stored,
 )
 from unicron_lightning.cli.orders import ALL, NONE, current, print_jobs
-from unicron_lightning.cli.output import all_visible, clock, console, duration, table, visible
+from unicron_lightning.cli.output import all_visible, clock, console, duration, printed, table, visible
 from unicron_lightning.coordinator.incidents.facts import PHASES, PhaseCost
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable, UnicronError
 from unicron_lightning.proof import scrape_credential
@@ -70,8 +70,7 @@ def _status(options: argparse.Namespace) -> int:
             raise UnicronError(f"no task {options.task!r} at {options.endpoint}; expected one of: {sorted(tasks)}")
         answer["tasks"] = tasks = {options.task: tasks[options.task]}
     if options.json:
-        print(json.dumps(answer, indent=2))
-        return 0
+        return printed(options, answer)
     answer = all_visible(answer)
     tasks = answer["tasks"]
     screen = console()
@@ -172,8 +171,7 @@ def _agent_state(agent: dict[str, Any]) -> str:
 def _events(options: argparse.Namespace) -> int:
     events = events_of(options, since=options.since, task=options.task)
     if options.json:
-        print(json.dumps(events, indent=2))
-        return 0
+        return printed(options, events)
     for event in all_visible(events):
         at = time.strftime("%H:%M:%S", time.localtime(event["at"])) + f"{event['at'] % 1:.3f}"[1:]
         fields = " ".join(f"{name}={json.dumps(value)}" for name, value in event["fields"].items())
@@ -185,8 +183,7 @@ def _checkpoints(options: argparse.Namespace) -> int:
     path = f"/v1/tasks/{quoted(options.task)}/checkpoints"
     versions: list[dict[str, Any]] = fetch(options.endpoint, path, access_of(options))
     if options.json:
-        print(json.dumps(versions, indent=2))
-        return 0
+        return printed(options, versions)
     shown = table("step", "tier", "state", "life", "size", "held by")
     for each in versions:
         holders = (_holder(name, parts) for name, parts in each["holders"].items())
@@ -220,10 +217,8 @@ def _dashboard(options: argparse.Namespace) -> int:
     scheme = "https" if status["encrypted"] else "http"
     # Browsers send no server the part behind "#", so that the code is in no log; the page removes it from the address.
     address = f"{scheme}://{endpoint}/dashboard#code={answer['code']}"
-    if options.json:
-        print(json.dumps({"address": address, "seconds": answer["seconds"]}, indent=2))
-    else:
-        print(f"{address}\nIt opens the page once, within {answer['seconds'] / 60:.0f} minutes.")
+    words = f"It opens the page once, within {answer['seconds'] / 60:.0f} minutes."
+    printed(options, {"address": address, "seconds": answer["seconds"]}, address, words)
     if options.open:
         webbrowser.open(address)
     return 0
@@ -275,7 +270,7 @@ def _incidents(options: argparse.Namespace) -> int:
     recent = {} if options.task else current(options)  # a task that is named may be a former one
     answer = ask(options, "/v1/incidents", **query, **recent)
     if options.json:
-        print(json.dumps(answer, indent=2))
+        printed(options, answer)
     elif options.csv:
         _print_csv(all_visible(answer["incidents"]))
     elif options.id is not None:
@@ -405,8 +400,7 @@ def _top(options: argparse.Namespace) -> int:
         speeds.update(status, time.monotonic())
         if options.json:
             answer["steps_per_second"] = {task: speeds.of(task) for task in status["tasks"]}
-            print(json.dumps(answer, indent=2))
-            return 0
+            return printed(options, answer)
         screen.print(picture(status, speeds, None, screen.width))
         return 0
     try:
@@ -497,7 +491,7 @@ def _tasks(status: dict[str, Any], speeds: Speeds) -> Any:
 
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fits into 80 columns
     texts = ("task", "state", "slots")
-    for column in ("task", "state", "slots", "workers", "step", "steps/s", "loss", "goodput", "inc."):
+    for column in (*texts, "workers", "step", "steps/s", "loss", "goodput", "inc."):
         side: Literal["left", "right"] = "left" if column in texts else "right"
         least = 8 if column == "task" else None
         shown.add_column(column, justify=side, no_wrap=column != "task", overflow="fold", min_width=least)

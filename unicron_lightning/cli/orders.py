@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from unicron_lightning.cli.client import access_of, answering, ask, fetch, quoted
-from unicron_lightning.cli.output import all_visible, console, table, visible
+from unicron_lightning.cli.output import all_visible, console, printed, table, visible
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable, UnicronError
 from unicron_lightning.faults.arrivals import arrivals
 from unicron_lightning.faults.fault import Fault, Faults, text
@@ -89,20 +89,15 @@ def _cancel(options: argparse.Namespace) -> int:
     path = f"/v1/tasks/{quoted(options.task)}/cancel"
     query = {"save": "1"} if options.save else {}
     answer = fetch(options.endpoint, path, access_of(options), method="POST", **query)
-    if options.json:
-        print(json.dumps(answer, indent=2))
-        return 0
     saves = options.save and answer["ended_at"] is None
     follows = ", and ends once it has written a checkpoint; then `unicron jobs` names it" if saves else ""
-    print(visible(f"{answer['name']}: {answer['state']}{follows}"))
-    return 0
+    return printed(options, answer, visible(f"{answer['name']}: {answer['state']}{follows}"))
 
 
 def _jobs(options: argparse.Namespace) -> int:
     jobs: list[dict[str, Any]] = ask(options, "/v1/jobs", **current(options))
     if options.json:
-        print(json.dumps(jobs, indent=2))
-        return 0
+        return printed(options, jobs)
     print_jobs(jobs, none="no jobs" if options.all else f"no jobs {NONE}")
     return 0
 
@@ -152,7 +147,7 @@ def _resize(options: argparse.Namespace) -> int:
     path = f"/v1/tasks/{quoted(options.task)}/resize"
     answer = fetch(options.endpoint, path, access_of(options), method="POST", nodes=options.nodes)
     shown = all_visible(answer)
-    return _print(options, answer, f"{shown['task']}: {shown['nodes'] or 'all'} nodes")
+    return printed(options, answer, f"{shown['task']}: {shown['nodes'] or 'all'} nodes")
 
 
 def _relayout(options: argparse.Namespace) -> int:
@@ -166,7 +161,7 @@ def _relayout(options: argparse.Namespace) -> int:
     answer = fetch(options.endpoint, path, access_of(options), method="POST", **sizes)
     shown = all_visible(answer)
     words = ", ".join(f"{name}={shown[name]}" for name in sizes)
-    return _print(options, answer, f"{shown['task']}: {words} after a checkpoint")
+    return printed(options, answer, f"{shown['task']}: {words} after a checkpoint")
 
 
 def _drain(options: argparse.Namespace) -> int:
@@ -175,12 +170,7 @@ def _drain(options: argparse.Namespace) -> int:
         answer = fetch(options.endpoint, path, access_of(options), method="POST")
     shown = all_visible(answer)
     staying = [f"{node} stays: {reason}" for node, reason in shown["staying"].items()]
-    return _print(options, answer, f"drained: {', '.join(shown['drained']) or 'none'}", *staying)
-
-
-def _print(options: argparse.Namespace, answer: Any, *lines: str) -> int:
-    print(json.dumps(answer, indent=2) if options.json else "\n".join(lines))
-    return 0
+    return printed(options, answer, f"drained: {', '.join(shown['drained']) or 'none'}", *staying)
 
 
 def _add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -6,6 +6,8 @@ of writing, are shown as escapes such as ``\x1b``. Text is never interpreted as 
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 import time
 from typing import TYPE_CHECKING, Any, Final
@@ -56,6 +58,12 @@ def duration(seconds: float) -> str:
 def clock(at: float) -> str:
     """Return a time.time() as a local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def printed(options: argparse.Namespace, answer: Any, *shown: str) -> int:
+    """Print an answer as JSON if ``--json`` is given, else these lines; return the exit status 0."""
+    print(json.dumps(answer, indent=2) if options.json else "\n".join(shown))
+    return 0
 
 
 def console() -> Console:

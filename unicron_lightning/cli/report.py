@@ -264,6 +264,13 @@ _METHOD: Final = (
 )
 
 
+def _kinds(story: TaskStory) -> list[tuple[str, str, str]]:
+    total = max(1e-9, sum(story.kinds.values()))
+    return [
+        (kind.replace("_", "-"), duration(value), f"{100 * value / total:.2f} %") for kind, value in story.kinds.items()
+    ]
+
+
 def markdown(story: TaskStory, losses: Sequence[tuple[int, float]]) -> str:
     """Return the report as Markdown.
 
@@ -279,11 +286,7 @@ def markdown(story: TaskStory, losses: Sequence[tuple[int, float]]) -> str:
         return "\n".join([row(heads), row(["---"] * len(heads)), *map(row, rows)])
 
     parts = [f"# Task {row([story.task])[2:-2]}", table(("", ""), _facts(story, losses))]
-    kinds = [
-        (kind, duration(value), f"{100 * value / max(1e-9, story.ended - story.began):.2f} %")
-        for kind, value in story.kinds.items()
-    ]
-    parts += ["## Time", table(("kind", "time", "share"), kinds)]
+    parts += ["## Time", table(("kind", "time", "share"), _kinds(story))]
     if story.world:
         parts += [
             "## World",
@@ -354,10 +357,7 @@ def _bar(story: TaskStory) -> str:
         f'<i style="width:{100 * value / total:.3f}%;background:{_COLOURS[kind]}"></i>'
         for kind, value in story.kinds.items()
     )
-    rows = [
-        (kind.replace("_", "-"), duration(value), f"{100 * value / total:.2f} %") for kind, value in story.kinds.items()
-    ]
-    return f'<div class="bar">{parts}</div>' + _table(("kind", "time", "share"), rows)
+    return f'<div class="bar">{parts}</div>' + _table(("kind", "time", "share"), _kinds(story))
 
 
 def _frame(body: str, low: str, high: str, left: str, right: str) -> str:

@@ -22,10 +22,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -171,27 +170,27 @@ AGENT_STATES: Final = ("granted", "warm", "waiting", "none", "away")
 NODE_STATES: Final = ("ready", "drained", "away", "lost")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metric:
+class Metric(NamedTuple):
     """A metric.
 
     Attributes:
         name: its name as queried; counters end with ``_total``.
-        labels: names of its labels.
+        words: names of its labels, in one text.
         meaning: one sentence.
     """
 
-    name: str
     type: Literal["counter", "gauge", "histogram"]
-    labels: tuple[str, ...] = ()
+    name: str
+    words: str
     meaning: str
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of its labels."""
+        return tuple(self.words.split())
 
-def _metric(kind: Literal["counter", "gauge", "histogram"], name: str, labels: str, meaning: str) -> Metric:
-    return Metric(name=name, type=kind, labels=tuple(labels.split()), meaning=meaning)
 
-
-_counter, _gauge, _histogram = partial(_metric, "counter"), partial(_metric, "gauge"), partial(_metric, "histogram")
+_counter, _gauge, _histogram = partial(Metric, "counter"), partial(Metric, "gauge"), partial(Metric, "histogram")
 
 
 METRICS: Final = (

@@ -40,9 +40,8 @@ from urllib.parse import urlsplit
 from typing_extensions import override
 
 from unicron_lightning import environ
-from unicron_lightning.coordinator import etcd, state
+from unicron_lightning.coordinator import etcd
 from unicron_lightning.coordinator.config import CoordinatorConfig, StoreConfig
-from unicron_lightning.coordinator.events import Emit
 from unicron_lightning.coordinator.storage import Database, create_tables
 from unicron_lightning.credentials import is_loopback
 from unicron_lightning.errors import ConfigError, UnicronError
@@ -113,8 +112,8 @@ class LeaderStore(Database):
         self._more = asyncio.Event()
         self._firsts: list[int] = []
         """First sequence numbers of the keys ``events/SEQ``."""
-        self._logged = 0
-        """Newest event that a write has."""
+        self._logged = self._aside = 0
+        """Newest event, and newest unreadable row, that a write has."""
         self._tasks: list[asyncio.Task[None]] = []
 
     # ---- leadership
@@ -263,36 +262,8 @@ class LeaderStore(Database):
     # ---- writing
 
     @override
-    def write(
-        self,
-        *,
-        save: Iterable[state.Task],
-        forget: Iterable[str],
-        events: Iterable[tuple[float, Emit]],
-        lasting: state.Lasting | None = None,
-    ) -> None:
-        """Write everything in the copy, and, once `when_durable` asks for it, in one transaction of etcd."""
-        save, forget = list(save), list(forget)
-        super().write(save=save, forget=forget, events=events, lasting=lasting)
-        self._note((*(task.id for task in save), *forget), lasting=lasting is not None)
-
-    @override
-    def _leave_out(self, table: str, task_id: str | None, blob: bytes, reason: str) -> None:
-        """Set an unreadable value aside."""
-        super()._leave_out(table, task_id, blob, reason)
-        self._changes[self._key("unreadable", task_id or table)] = _set_aside(time.time(), reason, blob)
-        self._note([] if task_id is None else [task_id], lasting=task_id is None)
-
-    @override
-    def replace(self, write: Callable[[sqlite3.Connection], None]) -> None:
-        """Have a function fill the copy, and write all of it."""
-        super().replace(write)
-        for name, *about in self._db.execute("SELECT id, at, reason, state FROM unreadable"):
-            self._changes[self._key("unreadable", name)] = _set_aside(*about)
-        self._note([name for (name,) in self._db.execute("SELECT id FROM tasks ORDER BY rowid")], lasting=True)
-
     def _note(self, tasks: Iterable[str], *, lasting: bool) -> None:
-        """Add what the copy has of these tasks, of the lasting state if asked for, and of new events to the changes."""
+        """Add what was written to the changes, which go in one transaction to etcd once `when_durable` asks for it."""
         kept: list[tuple[str, str, tuple[str, ...]]] = []
         kept += [(self._key("tasks", name), "tasks WHERE id = ?", (name,)) for name in tasks]
         if lasting:
@@ -300,6 +271,11 @@ class LeaderStore(Database):
         for key, rows, values in kept:
             row = self._db.execute(f"SELECT state FROM {rows}", values).fetchone()
             self._changes[key] = None if row is None else row[0]
+        query = "SELECT rowid, id, at, reason, state FROM unreadable WHERE rowid > ?"
+        for row, named, at, reason, blob in self._db.execute(query, (self._aside,)):
+            about = {"at": at, "reason": reason, "state": etcd.coded(blob)}
+            self._changes[self._key("unreadable", named)] = json.dumps(about).encode()
+            self._aside = row
         self._note_events()
         self._more.set()
 
@@ -472,7 +448,7 @@ class LeaderStore(Database):
         for name, blob in below("unreadable"):
             about = json.loads(blob)
             row = (name, about["at"], about["reason"], base64.b64decode(about["state"]))
-            self._db.execute("INSERT INTO unreadable VALUES (?, ?, ?, ?)", row)
+            self._aside = self._db.execute("INSERT INTO unreadable VALUES (?, ?, ?, ?)", row).lastrowid or 0
         self._firsts = sorted(int(first) for first, _ in below("events"))
         for _, blob in sorted(below("events")):
             rows = json.loads(blob)
@@ -480,11 +456,6 @@ class LeaderStore(Database):
             self._logged = rows[-1][0]
         self._db.execute("COMMIT")
         self._log.recount()
-
-
-def _set_aside(at: float, reason: str, blob: bytes) -> bytes:
-    """Encode an unreadable value with the reason."""
-    return json.dumps({"at": at, "reason": reason, "state": base64.b64encode(blob).decode()}).encode()
 
 
 def _operation(key: str, value: bytes | None) -> dict[str, Any]:

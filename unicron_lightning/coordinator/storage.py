@@ -75,24 +75,26 @@ def _open_database(path: Path) -> tuple[sqlite3.Connection, Path | None]:
         ConfigError: a newer version of the package wrote the database.
         StoreUnusable: it can be neither opened nor set aside: disk full, no permission, or locked.
     """
+    aside: Path | None = None
     try:
-        try:
-            return _open(path), None
-        except _Corrupt as found:
-            logger.error("store_set_aside path=%s renamed=%s error=%s", path, found.aside, found)
-            return _open(path), found.aside
-    except (sqlite3.Error, OSError, _Corrupt) as error:
+        while True:
+            database = _open(path)
+            try:
+                _prepare(database, path)
+                return database, aside
+            except BaseException as error:
+                # After an OperationalError (full disk, missing permission or lock) the file may be intact.
+                corrupt = isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
+                if not corrupt or aside is not None:
+                    database.close()
+                    raise
+                aside = _set_aside(path)  # before closing, which deletes the write-ahead log
+                database.close()
+                logger.error("store_set_aside path=%s renamed=%s error=%s", path, aside, error)
+    except (sqlite3.Error, OSError) as error:
         raise StoreUnusable(
             f"can't use {path}: {error}; expected a folder in which this user can write, on a disk with free space"
         ) from error
-
-
-class _Corrupt(Exception):
-    """The file was not a valid database and has been renamed."""
-
-    def __init__(self, reason: str, aside: Path) -> None:
-        super().__init__(reason)
-        self.aside = aside
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -101,20 +103,7 @@ def _open(path: Path) -> sqlite3.Connection:
         os.close(open_private(path, os.O_RDWR))
     elif path.is_file():
         path.chmod(FILE_MODE)
-    database = sqlite3.connect(path, isolation_level=None)
-    try:
-        _prepare(database, path)
-    except sqlite3.OperationalError:
-        database.close()
-        raise  # full disk, missing permission or lock: the file may be intact
-    except sqlite3.DatabaseError as error:
-        aside = _set_aside(path)  # before closing, which deletes the write-ahead log
-        database.close()
-        raise _Corrupt(str(error), aside) from error
-    except BaseException:
-        database.close()
-        raise
-    return database
+    return sqlite3.connect(path, isolation_level=None)
 
 
 def _prepare(database: sqlite3.Connection, path: Path) -> None:
@@ -345,6 +334,10 @@ class Database(StoredState):
         """Have a function fill the tables, which are empty."""
         write(self._db)
         self._log.recount()
+        self._note([name for (name,) in self._db.execute("SELECT id FROM tasks ORDER BY rowid")], lasting=True)
+
+    def _note(self, tasks: Iterable[str], *, lasting: bool) -> None:
+        """Note what was written: these tasks, perhaps the lasting state, and the newest events and unreadable rows."""
 
     def when_durable(self, then: Callable[[], None], *, fenced: bool = True) -> None:
         """Call a function once all that was written so far is durable; never if it does not become so.
@@ -387,6 +380,7 @@ class Database(StoredState):
             time.time(), Emit(name="state_unreadable", task=task_id, incident=None, fields={"error": reason})
         )
         self._db.execute("COMMIT")
+        self._note([] if task_id is None else [task_id], lasting=task_id is None)
 
     def write(
         self,
@@ -403,7 +397,7 @@ class Database(StoredState):
         Raises:
             sqlite3.Error: e.g. the disk is full.
         """
-        held = self._log.held
+        save, forget, held = list(save), list(forget), self._log.held
         self._db.execute("BEGIN IMMEDIATE")
         try:
             for task in save:
@@ -427,6 +421,7 @@ class Database(StoredState):
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+        self._note((*(task.id for task in save), *forget), lasting=lasting is not None)
 
 
 class Store(Database):
