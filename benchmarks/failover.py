@@ -20,20 +20,24 @@ without failures.
     python benchmarks/failover.py --faults 10 --only "stop leader" --beside worker
 
 Each strike is printed with the time until a coordinator answers, and until a worker finishes a step in a new world if
-it has to.
+it has to; with nothing beside it, with the time that steps take.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -279,9 +283,12 @@ class Strike:
         finally:
             healing.join()
         self._restore()
+        calm = ""
+        if not self.beside:
+            calm = f", steps: {durations(cluster, began - 15, began)} before, {durations(cluster, began)} since"
         again = f", a step in a new world after {healed} s" if healed else ""
         syncs = f", {self._syncs} syncs were slow" if "disk" in self.kind else ""
-        return f"a coordinator answers after {answers:.2f} s{again}{syncs}"
+        return f"a coordinator answers after {answers:.2f} s{again}{syncs}{calm}"
 
     def _strike(self) -> None:
         cluster, kind, leader = self._cluster, self.kind, self._leader
@@ -362,6 +369,16 @@ class Strike:
             cluster.members.start(member)
         until("etcd", lambda: all(cluster.members.healthy(member) for member in range(MEMBERS)), 60)
         cluster.wait_world(cluster.training.agents, after=time.time(), seconds=120)
+
+
+def durations(cluster: Redundant, since: float, until: float = math.inf) -> str:
+    """Describe the seconds between the steps of each worker."""
+    at: dict[int, list[float]] = defaultdict(list)
+    for note in cluster.newest_steps():
+        if since <= note["at"] < until:
+            at[note["pid"]].append(note["at"])
+    found = sorted(later - former for times in at.values() for former, later in itertools.pairwise(sorted(times)))
+    return f"{statistics.median(found):.2f} s, {found[-1]:.2f} s at most" if found else "an unknown time"
 
 
 def checked(cluster: Redundant, client: Client) -> list[str]:
