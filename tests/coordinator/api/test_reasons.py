@@ -167,8 +167,8 @@ def test_a_task_that_a_new_coordinator_restores_states_for_whom_it_waits():
     world = World(nodes=(2, 3))
     a, b = (world.agent(name).start() for name in "ab")
     world.start()
-    most = "300 s, as the coordinator reaches no agent,"
-    assert why(world) == f"resuming: waits for node-a, node-b to connect again; for {most} at most"
+    most = "300 s at most, as the coordinator hears no agent"
+    assert why(world) == f"resuming: waits for node-a, node-b to connect again; for {most}"
     a.register()
     assert why(world) == "resuming: waits for node-b to connect again; for detection.restart_grace at most"
     b.register()

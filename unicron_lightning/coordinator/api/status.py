@@ -34,8 +34,10 @@ def why_waiting(cluster: Cluster, task: Task) -> str | None:
     away = [agent.node for agent in task.agents.values() if agent.conn is None]
     if task.restoring and away and (task.epoch is None or not task.settled):
         here = cluster.conns or any(node.conn is not None for node in cluster.nodes.values())
-        most = "detection.restart_grace" if here else f"{ISOLATION_SECONDS:g} s, as the coordinator reaches no agent,"
-        return f"resuming: waits for {_few(away)} to connect again; for {most} at most"
+        most = "detection.restart_grace at most"
+        if not here:
+            most = f"{ISOLATION_SECONDS:g} s at most, as the coordinator hears no agent"
+        return f"resuming: waits for {_few(away)} to connect again; for {most}"
     if task.epoch is not None and (task.epoch.hold or task.pausing or not task.settled):
         return _why_waiting_in_epoch(cluster, task, task.epoch)
     if task.slots:
