@@ -194,7 +194,7 @@ class Script:
             # Lightning refuses a second fit with a schedule of accumulation.
             accumulation=self.accumulation or (2 if self.fits > 1 else 0),
             data={"both": "map", "budget": "stream"}.get(self.data, self.data),
-            witness=self.witness and self.data == "map",
+            witness=self.witness and (self.data == "map" or self.strategy == "unicron"),
             validation="epoch" if self.validation == "steps" else self.validation,
             hooks=tuple(each for each in self.hooks if each not in unequal),
         )
@@ -342,8 +342,9 @@ def _divided(chance: random.Random, script: Script) -> Script:
     layouts = LAYOUTS.get(script.strategy, ("",))
     layout = chance.choice(layouts) if script.shard_size > 1 and chance.random() < 0.8 else layouts[0]
     layout = "" if layout == layouts[0] else layout
-    indexed, repeats = script.data in ("map", "budget"), layout not in ("virtual", "expert", "biased")
-    witness = chance.random() < 0.3 and indexed and repeats and script.optimizer != "manual"
+    indexed, manual = script.data in ("map", "budget"), script.optimizer == "manual"
+    refused = layout in ("virtual", "expert", "biased") or (not indexed and (manual or script.strategy != "unicron"))
+    witness = chance.random() < 0.3 and not refused
     script = replace(script, layout=layout, witness=witness)
     if script.strategy == "unicron_fsdp" and layout:
         # A lane's two weights of one layer are divided in two ways.
