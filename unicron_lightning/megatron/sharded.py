@@ -428,7 +428,8 @@ class ShardKeeper:
     def complete(self, states: Sequence[Mapping[str, Any]]) -> bool:
         """Whether there are the parts of all workers that have had this shard."""
         whole: int = states[0]["place"][1]
-        return whole == len({state["place"][0] for state in states}) * self._optimizer.lanes
+        found: int = len({state["place"][0] for state in states}) * self._optimizer.lanes
+        return found == whole
 
     def enter(self, engine: Engine, channels: Channels | None, version: int) -> None:
         """Set state, parameters and layout for an epoch's replicas. All members of the epoch call this.
