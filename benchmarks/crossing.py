@@ -78,11 +78,12 @@ def kinds(verdict: Verdict) -> list[str]:
     deaths = [f"deaths: {verdict.died}", f"joined: {min(verdict.joined, 4)}"]
     orders = [f"order: {each}" for each in verdict.given]
     against = f"against: {'Lightning alone' if verdict.case.plain else 'the strategy in one process'}"
-    strategy = f"{script.strategy} S={script.shard_size}"
-    names = ("norm", "dropout", "mixed", "scaler", "clip")
+    strategy = " ".join(filter(None, (script.strategy, f"S={script.shard_size}", script.layout)))
+    names = ("norm", "dropout", "mixed", "scaler", "clip", "zero")
     parts = [f"with: {name}" for name in names if getattr(script, name)]
     parts += [f"with: {name}" for name in ("ema", "swa") if name in script.hooks]
     parts += [f"with: {each}" for each in ["manual"] if script.optimizer == each]
+    parts += [f"with: witness, {'manual' if script.optimizer == 'manual' else script.data}"] if script.witness else []
     parts.append(f"workers: {script.workers}")
     data = [f"data: {script.data}", f"saves: {script.saves or 'nothing'}"]
     return [strategy, *data, *deaths, *orders, *parts, against]

@@ -97,6 +97,8 @@ def run(site: Site, name: str, case: Case) -> Verdict:
         faults = ["alone: " + _last_error(folder / "single" / "alone.log"), *faults]
     elif died >= HOLDERS and f"{CheckpointLost.__name__}: " in log:  # the task fails, with a reason
         faults = []
+    if "gradients_differ step=" in log:
+        faults = [*faults, "a witness has found a difference"]
     joined = len(set(re.findall(r"(\S+ is back)", log)))
     seconds = time.monotonic() - began
     found = {"faults": tuple(faults), "died": died, "given": tuple(given), "joined": joined}
