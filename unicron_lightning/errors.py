@@ -29,7 +29,7 @@
     ├── MembersChanged (strategies.process_group)  members changed during a collective with one part per member
     ├── StreamChanged (data.streams)        an iterable data set that is read again has fewer batches than before
     ├── SweepJobFailed (launcher.launch)    a job of a Hydra sweep failed
-    ├── ShardsLost (megatron.mirror)        optimizer shards were lost with all their copies
+    ├── ShardsLost (replica.mirror)        optimizer shards were lost with all their copies
     ├── StateLost (megatron.layout)         no replica can be formed that has the newest state of every shard
     ├── CheckpointLost (checkpoints.beside) nobody can write the newest checkpoint of a run that ends
     ├── StaleTable (planner.table)          plans made ahead are looked up in another state than theirs
