@@ -5,11 +5,10 @@ Any strategy and any S can load the file; the folder is read by any S, and by Li
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.trainer.states import TrainerFn
 
 from unicron_lightning.checkpoints.files import is_folder, located
 from unicron_lightning.checkpoints.index import read_rest
@@ -18,6 +17,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp import folder
 from unicron_lightning.fsdp.folder import load_optimizer, load_parameters, whole_optimizer, whole_parameters
 from unicron_lightning.fsdp.mesh import reshard
+from unicron_lightning.replica.member import next_version
 from unicron_lightning.strategies.state.checkpointing import (
     SingleFileCheckpoints,
     left_out,
@@ -25,6 +25,8 @@ from unicron_lightning.strategies.state.checkpointing import (
     save_folder,
     write_checkpoint,
 )
+from unicron_lightning.worker.codec import unpack_parts
+from unicron_lightning.worker.operations import Agreement
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
@@ -36,32 +38,16 @@ class ShardedCheckpoints(SingleFileCheckpoints):
     Args:
         parallel: the parallelism that they belong to.
         folders: whether to write folders; both kinds are read.
-
-    Attributes:
-        loaded: whether a checkpoint has been loaded since the script's first ``fit`` began.
     """
 
     def __init__(self, parallel: FsdpParallel, *, folders: bool) -> None:
         super().__init__(parallel.strategy)
         self.divided = folders
         self._parallel = parallel
-        self.loaded = False
         self._folders = folders
         self._opened: Path | None = None
         self._part: dict[str, Any] = {}
         """This worker's shards of the optimizer's state, of a folder that is not open any more when they are loaded."""
-
-    def check_fit(self) -> None:
-        """Refuse a further ``fit`` from a checkpoint, because versions of shards would repeat.
-
-        Raises:
-            ConfigError: a checkpoint has been loaded.
-        """
-        if self.loaded:
-            raise ConfigError(
-                "a further trainer.fit after a checkpoint has been loaded (ckpt_path): with unicron_fsdp it continues "
-                "from the parameters of the fit before; expected no ckpt_path until the script's last fit has ended"
-            )
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, options: Any) -> str | None:
         """Complete a checkpoint and write it; repeated by another replica if a worker dies meanwhile.
@@ -128,12 +114,9 @@ class ShardedCheckpoints(SingleFileCheckpoints):
             load_parameters(module, checkpoint["state_dict"])
         else:
             return
-        fitting = self._parallel.strategy.trainer.state.fn == TrainerFn.FITTING
-        trained = self._parallel.member.model.fits - self._parallel.strategy.session.left_out
-        self.loaded = self.loaded or trained > fitting  # the first fit that is not left out may resume
-        if fitting:
-            self.check_fit()
-        self._parallel.member.fabric.at = int(checkpoint["global_step"])
+        member, engine = self._parallel.member, self._parallel.strategy.engine
+        known = engine.run(Agreement("version of a checkpoint", lambda rank: json.dumps(member.fabric.at).encode()))
+        member.fabric.at = next_version(unpack_parts(known), int(checkpoint["global_step"]))
 
     def load_optimizers(self, checkpoint: Any, load: Callable[[], None]) -> None:
         """Take this worker's shards of the optimizer's tensors."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed._composable import checkpoint
@@ -267,8 +266,6 @@ class FsdpParallel(Parallelism):
 
     def check(self, trainer: pl.Trainer) -> None:
         check_sharded_trainer(trainer, offloads=self._sharding.cpu_offload)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.checkpoints.check_fit()
         self.size = self.size or max(1, trainer.num_devices // self.shards)
         workers = trainer.num_devices * trainer.num_nodes
         if workers % (self.size * self.shards):

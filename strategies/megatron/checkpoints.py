@@ -25,7 +25,7 @@ from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.megatron.checkpoint import held_checkpoint, load_folder, places_of_groups, rest
 from unicron_lightning.megatron.model import ShardModel
 from unicron_lightning.replica.fabric import run_released
-from unicron_lightning.replica.member import ReplicaMember
+from unicron_lightning.replica.member import ReplicaMember, next_version
 from unicron_lightning.replica.mirror import Stored
 from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.strategies.state.checkpointing import left_out, save_folder
@@ -61,8 +61,7 @@ class LoadShard(Indivisible):
         engine.fault(self.name, engine.step)
         fabric, keeper = self._member.fabric, self._member.model.keeper
         known = gather_bytes(engine.communicator, json.dumps(fabric.at).encode(), engine.tag(f"{self.name} of"))
-        newest = max(at for word in known if (at := json.loads(word)) is not None)
-        version = max(self._step, newest + 1)
+        version = next_version(known, self._step)
         if fabric.channels is not None:
             run_released(partial(self._load, version))
         gather_bytes(engine.communicator, b"", engine.tag(self.name))

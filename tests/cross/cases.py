@@ -116,6 +116,7 @@ class Script:
         validation: empty, ``epoch``, ``second`` (every other epoch) or ``steps``.
         saves: empty, ``model``, ``folder`` or ``memory``: kind of checkpoint.
         resumes: whether the first fit has the ``ckpt_path`` of another run's checkpoint after one epoch.
+        returns: whether the last fit has it.
         epochs: of the first fit.
         limit: most batches of a device in an epoch; 0: none.
         most_steps: of the fit; 0: no limit.
@@ -153,6 +154,7 @@ class Script:
     validation: str = ""
     saves: str = ""
     resumes: bool = False
+    returns: bool = False
     epochs: int = 2
     limit: int = 0
     most_steps: int = 0
@@ -345,7 +347,10 @@ def _divided(chance: random.Random, script: Script) -> Script:
     indexed, manual = script.data in ("map", "budget"), script.optimizer == "manual"
     refused = layout in ("virtual", "expert", "biased") or (not indexed and (manual or script.strategy != "unicron"))
     witness = chance.random() < 0.3 and not refused
-    script = replace(script, layout=layout, witness=witness)
+    several = script.strategy == "unicron_megatron" and "stop" not in script.hooks and chance.random() < 0.3
+    fits = 2 if several else script.fits
+    returns = fits == 2 and chance.random() < 0.4
+    script = replace(script, layout=layout, witness=witness, fits=fits, returns=returns)
     if script.strategy == "unicron_fsdp" and layout:
         # A lane's two weights of one layer are divided in two ways.
         script = replace(script, tied=False, norm=False)

@@ -109,6 +109,8 @@ class Stage(pl.LightningModule):
         vars(self)["strikes"] = strikes
 
     def configure_model(self) -> None:
+        if hasattr(self, "model"):  # in a further fit
+            return
         strategy: Any = self.trainer.strategy
         options = _options(self.script, sequence=strategy.tensor_model_parallel_size > 1 and self.script.buckets)
         config = toy.config(options, **{name: getattr(strategy, name) for name in SIZES})

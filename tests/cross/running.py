@@ -107,7 +107,7 @@ def run(site: Site, name: str, case: Case) -> Verdict:
 
 def _old(case: Case, alone: Alone, folder: Path, began: float) -> list[str]:
     """Make the checkpoint of another run, if the case resumes one."""
-    if not case.script.resumes:
+    if not (case.script.resumes or case.script.returns):
         return []
     alone.start("old", "cross.worker", str(folder), "old")
     while not alone.has_ended() and time.monotonic() - began < SECONDS:

@@ -229,8 +229,8 @@ def train(case: Case, folder: Path, *, alone: bool) -> dict[str, Any]:
             trainer = trainer_of(script, own, strikes, plain=plain)
         else:
             trainer.fit_loop.max_epochs += script.epochs  # type: ignore[operator]
-        old = (folder.parent if alone else folder) / OLD if script.resumes and number == 1 else None
-        _fit(trainer, module, script, old, plain=plain)
+        resumes = (script.resumes and number == 1) or (script.returns and number == script.fits)
+        _fit(trainer, module, script, (folder.parent if alone else folder) / OLD if resumes else None, plain=plain)
         fits.append([trainer.global_step, trainer.current_epoch])
     assert trainer is not None
     found: Any = None

@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 from unicron_lightning import UnicronFSDPStrategy, UnicronStrategy
-from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.mesh import local_shards
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -35,24 +34,30 @@ def fitted(folder: Path, strategy: Any, fits: int) -> tuple[pl.Trainer, Net]:
 
 def beside_a_whole_model(rank: int, world: int, folder: Path) -> Any:
     """Steps, and largest difference of the parameters, after three fits."""
-    (ours, sharded), (plain, module) = (
-        fitted(folder, each, 3) for each in (UnicronFSDPStrategy(shard_size=1), UnicronStrategy())
-    )
-    pairs = zip(local_shards(sharded.parameters()), module.parameters(), strict=True)
-    return [ours.global_step, plain.global_step, max(float((a - b).abs().max()) for a, b in pairs)]
+    ours, plain = (fitted(folder, each, 3) for each in (UnicronFSDPStrategy(shard_size=1), UnicronStrategy()))
+    return _beside(ours, plain)
 
 
 def from_a_checkpoint(rank: int, world: int, folder: Path, *, evaluates: bool) -> Any:
-    """The error of a further fit with a checkpoint, or after an evaluation with it."""
-    trainer, module = fitted(folder, UnicronFSDPStrategy(shard_size=1), 1)
-    trainer.save_checkpoint(path := folder / "saved.ckpt")
-    if evaluates:
-        trainer.validate(module, data(8), ckpt_path=path, verbose=False, weights_only=True)
-    try:
-        trainer.fit(module, data(20), ckpt_path=None if evaluates else path, weights_only=True)
-    except ConfigError as error:
-        return str(error)
-    return None
+    """The same after a fit that returns to the checkpoint of an earlier one, perhaps after an evaluation of it."""
+    found = []
+    for number, strategy in enumerate((UnicronFSDPStrategy(shard_size=1), UnicronStrategy())):
+        trainer, module = fitted(folder, strategy, 1)
+        trainer.save_checkpoint(path := folder / f"saved{number}.ckpt")
+        trainer.fit_loop.max_epochs = 4
+        trainer.fit(module, data(20), data(8))
+        if evaluates:
+            trainer.validate(module, data(8), ckpt_path=path, verbose=False, weights_only=True)
+        trainer.fit_loop.max_epochs = 5
+        trainer.fit(module, data(20), data(8), ckpt_path=None if evaluates else path, weights_only=True)
+        found.append((trainer, module))
+    return _beside(*found)
+
+
+def _beside(ours: tuple[pl.Trainer, Net], plain: tuple[pl.Trainer, Net]) -> Any:
+    pairs = zip(local_shards(ours[1].parameters()), plain[1].parameters(), strict=True)
+    steps = [trainer.global_step for trainer, _ in (ours, plain)]
+    return [*steps, max(float((a - b).abs().max()) for a, b in pairs)]
 
 
 def short_step(rank: int, world: int, folder: Path) -> Any:

@@ -204,6 +204,18 @@ def send_shards(
         fabric.at = newest
 
 
+def next_version(known: Sequence[bytes], step: int) -> int:
+    """Return the version of a state that is loaded: above those that workers have, as a further fit may load an
+    earlier step than they are at.
+
+    Args:
+        known: each worker's version as JSON; null: it has none.
+        step: optimizer steps done in the state.
+    """
+    versions: list[int] = [at for word in known if (at := json.loads(word)) is not None]
+    return max(step, 1 + max(versions))
+
+
 _Model = TypeVar("_Model", bound=ReplicaModel)
 
 
