@@ -55,7 +55,7 @@ def test_the_phases_of_an_incident_are_those_that_the_workers_saw(tmp_path: Path
         assert bill["closed_at"] == pytest.approx(grown, abs=SLACK)
         seconds = {phase: cost["seconds"] for phase, cost in bill["phases"].items()}
         assert sum(seconds.values()) == pytest.approx(bill["closed_at"] - bill["fault_at"], abs=0.001)
-        assert seconds["detection"] < SLACK and seconds["transition"] < min(2 * SLACK, seconds["sub_healthy"])
+        assert seconds["detection"] < SLACK and seconds["transition"] < 2 * SLACK and seconds["sub_healthy"] > 0
         stood = bill["phases"]["transition"]
         assert stood["worker_seconds"] == pytest.approx(2 * stood["seconds"], rel=0.01)
         assert stood["waf_seconds"] == pytest.approx(FLOPS_PER_STEP / both * stood["seconds"], rel=0.5)
