@@ -40,7 +40,7 @@ def run(
         site: has the coordinator.
         name: of the loop.
         orders: by the step at which each is given, and its epoch awaited.
-        ends: status with which all workers end.
+        ends: status with which agents end that the task needs; one that leaves while others stay ends with 0.
         further: steps at which a further epoch is awaited, as not all agents obey at once.
     """
     folder = site.folder / name
@@ -58,7 +58,7 @@ def run(
     finally:
         started.stop()
     logs = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("agents-*/*.log")))
-    assert set(codes) == {ends}, f"{codes}\n{logs}"
+    assert ends in codes and set(codes) <= {0, ends}, f"{codes}\n{logs}"
     return results(folder)
 
 
