@@ -35,8 +35,10 @@ HOLDERS: Final = 2
 """Workers that hold each part of a checkpoint, at least."""
 TOLERANCE: Final = 1e-9
 """Differences by the order of additions in float64, over some dozen steps; a hundred times as much of large values."""
-TOLERANCE_MIXED: Final = 1e-7
-"""The same with Megatron's own losses and probabilities of experts, which are in float32."""
+TOLERANCE_MIXED: Final = 1e-6
+"""The same with Megatron's own losses and probabilities of experts, which are in float32: with tensor parallelism they
+are summed in another order also without a death, and parameters differ by 1e-7.
+"""
 TOLERANCE_FLOAT32: Final = 2e-5
 """The same in float32."""
 
