@@ -1,4 +1,4 @@
-"""The workload under plain DDP with a periodic checkpoint, restarted by torchrun."""
+"""The workload under plain DDP with a periodic checkpoint, restarted by torchrun or ft_launcher."""
 
 from __future__ import annotations
 
@@ -9,24 +9,55 @@ log("started")
 
 import contextlib  # noqa: E402
 import os  # noqa: E402
+from contextlib import AbstractContextManager, nullcontext  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+class Checkpoints:
+    """A file that rank 0 writes after every tenth step; other systems replace this.
+
+    Args:
+        model, optimizer: whose state it has.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._path = Path(os.environ["BENCH_LOG"]) / "checkpoint.pt"
+
+    def load(self) -> int:
+        """Load the newest state, if there is one; return the next step."""
+        if not self._path.exists():
+            return 0
+        state = torch.load(self._path, weights_only=True)
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        return int(state["step"])
+
+    def after_step(self, step: int) -> None:
+        """Save the state if it is time."""
+        if dist.get_rank() == 0 and (step + 1) % workload.CHECKPOINT_EVERY == 0:
+            with self.saving():
+                state = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict(), "step": step + 1}
+                torch.save(state, self._path.with_suffix(".tmp"))
+                self._path.with_suffix(".tmp").replace(self._path)
+
+    def saving(self) -> AbstractContextManager[object]:
+        """The context in which a file is written."""
+        return nullcontext()
+
+
+def train(kind: type[Checkpoints] = Checkpoints) -> None:
+    """Train from the newest checkpoint on, in the default process group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(workload.model())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    checkpoint, first = Path(os.environ["BENCH_LOG"]) / "checkpoint.pt", 0
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        model.module.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
+    checkpoints = kind(model.module, optimizer)
+    first = checkpoints.load()
     log("restored", step=first)
     for step in range(first, workload.STEPS):
         optimizer.zero_grad()
@@ -42,11 +73,9 @@ def main() -> None:
             log("micro", step=step, place=place, micro=micro)
         optimizer.step()
         log("step", step=step, world=world)
-        if rank == 0 and (step + 1) % workload.CHECKPOINT_EVERY == 0:
-            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-            torch.save(state, checkpoint.with_suffix(".tmp"))
-            checkpoint.with_suffix(".tmp").replace(checkpoint)
+        checkpoints.after_step(step)
 
 
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")
+    train()

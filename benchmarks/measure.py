@@ -43,7 +43,9 @@ def recovery(events: Sequence[Event], kill: Kill) -> Figures:
     first("detect_s", (e for e in after if e["event"] in ("started", "reacted", "dropped")))
     steps = [e for e in after if e["event"] == "step" and e["slot"] != kill.slot]
     # A survivor may log the end of a step that was committed before the kill; this is no recovery.
-    resumed = [e for e in steps if e["pid"] != survivors.get(e["slot"]) or e["step"] >= kill.step]
+    reset = {e["pid"] for e in after if e["event"] == "restored"}
+    own = [e for e in steps if e["pid"] == survivors.get(e["slot"]) and e["pid"] not in reset]
+    resumed = [e for e in steps if e not in own or e["step"] >= kill.step]
     first("resume_s", resumed)
     first("progress_s", (e for e in steps if e["step"] >= kill.step))
     rejoined = [e for e in after if e["event"] == "step" and e["slot"] == kill.slot and e["pid"] != kill.pid]
@@ -59,10 +61,10 @@ def recovery(events: Sequence[Event], kill: Kill) -> Figures:
         any(e["pid"] == pid for e in steps if e["slot"] == slot) for slot, pid in survivors.items()
     ) and all(e["pid"] == survivors.get(e["slot"]) for e in steps)
     figures["largest_gap_s"] = largest_gap(steps, min((e["t"] for e in resumed), default=kill.at), math.inf)
-    return figures | _waste(events, kill, figures["survivors_kept"])
+    return figures | _waste(events, kill, goes_on=figures["survivors_kept"] and reset.isdisjoint(survivors.values()))
 
 
-def _waste(events: Sequence[Event], kill: Kill, kept: bool) -> Figures:
+def _waste(events: Sequence[Event], kill: Kill, *, goes_on: bool) -> Figures:
     """Count finished micro-batches that did not reach the model in their step, and samples that never did.
 
     A micro-batch has reached the model if its process finished the step and the model was not reset to an older step
@@ -70,12 +72,13 @@ def _waste(events: Sequence[Event], kill: Kill, kept: bool) -> Figures:
     """
     steps = [e for e in events if e["event"] == "step"]
     restored = [e["step"] for e in events if e["event"] == "restored" and e["t"] > kill.at]
-    set_back = math.inf if kept else min(restored, default=math.inf)
+    set_back = math.inf if goes_on else min(restored, default=math.inf)
     done = {(e["pid"], e["step"]) for e in steps if not e.get("zero") and (e["t"] > kill.at or e["step"] < set_back)}
     alive = {e["pid"] for e in steps if e["t"] > kill.at}
     last = min(max(e["step"] for e in steps if e["pid"] == pid) for pid in alive)
     micros = [e for e in events if e["event"] == "micro" and e["step"] <= last]
-    used = [e for e in micros if (e["pid"], e["step"]) in done]
+    kept = [e for e in micros if e["t"] > kill.at or e["step"] < set_back]
+    used = [e for e in kept if (e["pid"], e["step"]) in done]
     never = {e["micro"] for e in micros} - {e["micro"] for e in used}
     declared = workload.WORKERS * workload.MICRO_BATCHES
     by_step: dict[int, list[int]] = {}

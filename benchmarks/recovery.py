@@ -2,9 +2,13 @@
 
     python benchmarks/recovery.py [--systems unicron torchrun torchft unicron-loop] [--faults worker] [--runs 5]
 
+All peers, each in an environment of its own: benchmarks/peers.py.
+
 The work is the same for all (`workload`): 3 workers, one per agent, 4 micro-batches of 50 ms per worker and optimizer
 step, and a SIGKILL as soon as the worker of slot 2 has finished micro-batch 1 of step 25 (``--kill-step``). Agents of
 this system prepare replacements meanwhile, which takes some seconds: with step 25 a replacement may wait for that.
+Faults: `worker`, `node` (its agent, too), `stopped` (SIGSTOP), `stuck` (the main thread sleeps for ever), and
+`coordinator` of a system that has one.
 
     detect    from the kill to the first sign that any other process has detected it
     resume    to the first optimizer step that a survivor finishes
@@ -17,6 +21,7 @@ this system prepare replacements meanwhile, which takes some seconds: with step 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -38,13 +43,16 @@ from unicron_lightning.errors import CoordinatorUnavailable
 from unicron_lightning.local_cluster.processes import Processes, free_port
 
 HERE = Path(__file__).resolve().parent
-SYSTEMS = ("unicron", "torchrun", "torchft", "unicron-loop")
-"""The last one is a loop of `unicron_lightning.Run`."""
+SYSTEMS = ("unicron", "torchrun", "torchft", "unicron-loop", "nvrx", "ft_launcher", "lm-resiliency")
+"""*unicron-loop* is a loop of `unicron_lightning.Run`; the last three are by the packages of benchmarks/peers.py."""
+FAULTS = ("worker", "node", "stopped", "stuck", "coordinator")
 TASK = "bench"
 VICTIM = "2"
 KILL_STEP, KILL_PLACE = 25, 1
 """The step in which a worker is killed, by default, and the place of its last micro-batch."""
 START_SECONDS, RECOVER_SECONDS = 120.0, 90.0
+NO_REJOIN_SECONDS = 20.0
+"""Time after a fault, by default, in which survivors are observed if no replacement is awaited."""
 COORDINATOR_SECONDS = 15.0
 """Observation time of the training after the coordinator's death."""
 
@@ -91,16 +99,25 @@ class Run:
 
     def start_agent(self, slot: int) -> None:
         """Start the agent of a slot with its worker."""
+        environment = {"BENCH_SLOT": str(slot)}
         torchrun: list[str | Path] = [self._bin / "torchrun", "--nproc-per-node=1", "--max-restarts=1000"]
         endpoint = [f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-id={TASK}"]
-        environment = {"BENCH_SLOT": str(slot)}
+        hosted = [f"--nnodes={WORKERS}:{WORKERS}", "--rdzv-backend=c10d", *endpoint, "--local-addr=127.0.0.1"]
+        hosted += [f"--rdzv-conf=is_host={int(slot == 0)}"]
         match self.system:
             case "unicron" | "unicron-loop":
-                torchrun += ["--nnodes=2:3", "--rdzv-backend=unicron", *endpoint, f"--rdzv-conf=node=n{slot}"]
+                torchrun += [f"--nnodes=2:{WORKERS}", "--rdzv-backend=unicron", *endpoint, f"--rdzv-conf=node=n{slot}"]
                 torchrun += [HERE / ("job_unicron.py" if self.system == "unicron" else "job_loop.py")]
             case "torchrun":
-                torchrun += ["--nnodes=3:3", "--rdzv-backend=c10d", *endpoint, "--local-addr=127.0.0.1"]
-                torchrun += [f"--rdzv-conf=is_host={int(slot == 0)}", HERE / "job_ddp.py"]
+                torchrun += [*hosted, HERE / "job_ddp.py"]
+            case "ft_launcher":
+                torchrun = [self._bin / "ft_launcher", *torchrun[1:], *hosted, HERE / "job_ddp.py"]
+            case "lm-resiliency":
+                torchrun += [*hosted, HERE / "job_lm_resiliency.py"]
+            case "nvrx":
+                torchrun = [self._bin / "python", HERE / "job_nvrx.py"]  # as srun would: torchrun would end all
+                environment |= {"RANK": str(slot), "WORLD_SIZE": str(WORKERS), "LOCAL_RANK": "0"}
+                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
             case _:
                 torchrun += ["--nnodes=1:1", f"--master-port={free_port()}", HERE / "job_torchft.py"]
                 environment |= {"REPLICA_GROUP_ID": str(slot), "NUM_REPLICA_GROUPS": str(WORKERS)}
@@ -156,15 +173,35 @@ class Run:
         return {}
 
 
-def kill_worker(run: Run, fault: str) -> Figures:
-    """Kill the worker, and its agent too if the fault is the loss of a node."""
-    found = run.wait_kill_point()
-    kill = Kill(at=time.time(), slot=VICTIM, pid=found["pid"], step=found["step"])
-    os.kill(kill.pid, signal.SIGKILL)
+def strike(run: Run, fault: str, pid: int) -> float:
+    """Let a fault strike the worker; return the time."""
+    at = time.time()
+    match fault:
+        case "stuck":
+            (run.processes.folder / f"stuck_{VICTIM}").touch()
+        case "stopped":
+            os.kill(pid, signal.SIGSTOP)
+        case _:
+            os.kill(pid, signal.SIGKILL)
     if fault == "node":
-        os.kill(run.processes.started[f"agent{VICTIM}"].pid, signal.SIGKILL)
-    deadline = time.monotonic() + (RECOVER_SECONDS if fault == "worker" else 20.0)
-    wanted = {"progress_s", "rejoin_s"} if fault == "worker" else {"progress_s"}
+        with contextlib.suppress(ProcessLookupError):  # where the worker has no agent
+            os.kill(run.processes.started[f"agent{VICTIM}"].pid, signal.SIGKILL)
+    return at
+
+
+def kill_worker(run: Run, fault: str, seconds: float = NO_REJOIN_SECONDS) -> Figures:
+    """Let a fault strike the worker and time the recovery.
+
+    Args:
+        run: of the system.
+        fault: ``worker``, ``node``, ``stopped`` or ``stuck``.
+        seconds: time limit without a replacement: after ``worker`` it is `RECOVER_SECONDS`.
+    """
+    found = run.wait_kill_point()
+    kill = Kill(at=strike(run, fault, found["pid"]), slot=VICTIM, pid=found["pid"], step=found["step"])
+    rejoins = fault == "worker" and run.system != "nvrx"
+    deadline = time.monotonic() + (RECOVER_SECONDS if fault == "worker" else seconds)
+    wanted = {"progress_s", "rejoin_s"} if rejoins else {"progress_s"}
     figures: Figures = {}
     while not wanted <= figures.keys() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -188,11 +225,15 @@ def recovery_so_far(events: Sequence[Event], kill: Kill) -> Figures:
 
 
 def kill_coordinator(run: Run) -> Figures:
-    """Kill the coordinator and check that training continues."""
+    """Kill the coordinator, or the peer's process in its place, and watch the training for some time."""
     run.wait_kill_point()
-    started = next(e for e in run.coordinator_events() if e["name"] == "coordinator_started")
+    if run.system == "torchft":
+        pid = run.processes.started["lighthouse"].pid
+    else:
+        started = next(e for e in run.coordinator_events() if e["name"] == "coordinator_started")
+        pid = int(started["fields"]["pid"])
     at = time.time()
-    os.kill(int(started["fields"]["pid"]), signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     back = math.nan
     while time.time() < at + COORDINATOR_SECONDS:
         time.sleep(0.05)
@@ -206,17 +247,26 @@ def kill_coordinator(run: Run) -> Figures:
         "largest_gap_before_s": largest_gap(before, at - 4.0, at),
         "largest_gap_s": largest_gap(after, at, math.inf),
         "steps_after": len({e["step"] for e in after if e["event"] == "step"}),
+        "last_step_s": max((e["t"] - at for e in after if e["event"] == "step"), default=0.0),
         "coordinator_back_s": back,
         "survivors_kept": all(e["pid"] == pids[e["slot"]] for e in after),
     }
 
 
-def measure(system: str, fault: str, folder: Path, python: Path, kill_step: int = KILL_STEP) -> Figures:
+def measure(
+    system: str,
+    fault: str,
+    folder: Path,
+    python: Path,
+    kill_step: int = KILL_STEP,
+    seconds: float = NO_REJOIN_SECONDS,
+) -> Figures:
     """Run one system with one fault and return the figures."""
+    shutil.rmtree(folder, ignore_errors=True)
     run = Run(system, folder, python, kill_step)
     try:
         run.start()
-        figures = kill_coordinator(run) if fault == "coordinator" else kill_worker(run, fault)
+        figures = kill_coordinator(run) if fault == "coordinator" else kill_worker(run, fault, seconds)
     except TimeoutError as error:
         figures = {"error": str(error)}
     finally:
@@ -234,22 +284,20 @@ def pythons(systems: Sequence[str], torchft: Path | None) -> dict[str, Path]:
     return found
 
 
-def series(
-    systems: Sequence[str],
-    faults: Sequence[str],
-    runs: int,
-    output: Path,
-    torchft: Path | None,
-    kill_step: int = KILL_STEP,
-) -> list[Figures]:
-    """Run everything, alternating between systems, one run at a time."""
+def series(found: dict[str, Path], faults: Sequence[str], runs: int, output: Path, **options: Any) -> list[Figures]:
+    """Run everything, alternating between systems, one run at a time.
+
+    Args:
+        found: folder of the interpreter of each system.
+        faults: of this system; of others ``worker``, unless there is but one system.
+        runs, output: as the command's.
+        options: `measure`'s ``kill_step`` and ``seconds``.
+    """
     results: list[Figures] = []
     for number in range(runs):
-        for system, python in pythons(systems, torchft).items():
-            for fault in faults if system == "unicron" else [f for f in faults if f == "worker"]:
-                folder = output / f"{system}-{fault}-{number}"
-                shutil.rmtree(folder, ignore_errors=True)
-                results.append(measure(system, fault, folder, python, kill_step))
+        for system, python in found.items():
+            for fault in faults if system == "unicron" or len(found) == 1 else [f for f in faults if f == "worker"]:
+                results.append(measure(system, fault, output / f"{system}-{fault}-{number}", python, **options))
                 print(json.dumps(results[-1]), flush=True)
     return results
 
@@ -293,20 +341,19 @@ def main() -> None:
     """Run the series and print its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", default=["unicron", "unicron-loop", "torchrun"], choices=SYSTEMS)
-    parser.add_argument("--faults", nargs="+", default=["worker", "node", "coordinator"])
+    parser.add_argument("--faults", nargs="+", default=["worker", "node", "coordinator"], choices=FAULTS)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--kill-step", type=int, default=KILL_STEP)
+    parser.add_argument("--seconds", type=float, default=NO_REJOIN_SECONDS, help="limit without a replacement")
     parser.add_argument("--torchft-venv", type=Path, help="virtual environment with torchft-nightly")
+    parser.add_argument("--python", type=Path, help="folder of the interpreter of the only system")
     parser.add_argument("--output", type=Path, default=Path("bench-output/recovery"))
-    arguments = parser.parse_args()
-    results = series(
-        arguments.systems,
-        arguments.faults,
-        arguments.runs,
-        arguments.output,
-        arguments.torchft_venv,
-        arguments.kill_step,
-    )
+    options = parser.parse_args()
+    found = pythons(options.systems, options.torchft_venv)
+    if options.python is not None:
+        found = dict.fromkeys(options.systems, options.python.absolute())
+    extent = {"kill_step": options.kill_step, "seconds": options.seconds}
+    results = series(found, options.faults, options.runs, options.output, **extent)
     print(table(results), coordinator_table(results), sep="\n\n")
 
 

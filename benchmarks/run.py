@@ -144,7 +144,7 @@ def measure(part: str, effort: Effort, output: Path, torchft: Path | None) -> li
     if part == "exactness":
         return [exactness.compare(output, "tiny", 50, 1e-8)]
     if part == "recovery":
-        return recovery.series(recovery.SYSTEMS, effort.faults, effort.runs, output, torchft)
+        return recovery.series(recovery.pythons(recovery.SYSTEMS[:4], torchft), effort.faults, effort.runs, output)
     return _overheads(effort, output)
 
 
