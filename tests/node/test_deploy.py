@@ -18,7 +18,9 @@ from unicron_lightning.local_cluster.processes import until
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 CUSTOM = {"JobSet", "TrainingRuntime", "TrainJob"}
-"""Kinds of custom resources."""
+"""Kinds of custom resources of which a package has models."""
+QUEUES = {"ResourceFlavor", "ClusterQueue", "LocalQueue"}
+"""Those of Kueue."""
 MANIFESTS = [path for path in sorted(KUBERNETES.rglob("*.yaml")) if path.name != "kustomization.yaml"]
 MAIN = "from unicron_lightning.cli import main; main()"
 
@@ -32,6 +34,8 @@ def test_manifests_fit_kubernetes_schemas(path: Path) -> None:
     for document in documents(path):
         if document["kind"] in CUSTOM:
             fits_custom_schema(document)
+        elif document["kind"] in QUEUES:
+            assert document["apiVersion"] == "kueue.x-k8s.io/v1beta2"
         else:
             kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
@@ -93,6 +97,24 @@ def test_manifests_refer_to_each_other() -> None:
     assert {("Secret", "unicron"), ("Service", "unicron-coordinator")} <= names
     assert texts["agent.yaml"].count("--endpoint=unicron-coordinator:29461") == 1
     assert all("secretName: unicron\n" in texts[name] for name in ("agent.yaml", "coordinator.yaml"))
+
+
+def test_kueue_admits_whole_nodes_up_to_its_quota() -> None:
+    flavor, cluster_queue, local_queue = documents(KUBERNETES / "kueue" / "queues.yaml")
+    (nodes,) = documents(KUBERNETES / "kueue" / "nodes.yaml")
+    (agent,) = documents(KUBERNETES / "agent.yaml")
+    assert nodes["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == local_queue["metadata"]["name"]
+    assert local_queue["spec"]["clusterQueue"] == cluster_queue["metadata"]["name"]
+    (group,) = cluster_queue["spec"]["resourceGroups"]
+    (quota,) = group["flavors"]
+    assert quota["name"] == flavor["metadata"]["name"]
+    (limits,) = quota["resources"]
+    assert [limits["name"]] == group["coveredResources"]
+    pod = nodes["spec"]["template"]["spec"]
+    asked = int(pod["containers"][0]["resources"]["limits"][limits["name"]])
+    assert asked * nodes["spec"]["replicas"] == limits["nominalQuota"] + limits["borrowingLimit"]
+    daemon = agent["spec"]["template"]["spec"]
+    assert pod == {name: value for name, value in daemon.items() if name != "nodeSelector"}, "the same daemon"
 
 
 def test_network_policies_select_pods_that_exist() -> None:

@@ -247,3 +247,15 @@ def test_asking_a_coordinator_does_not_load_the_planner() -> None:
     code += "print({'numpy', 'numba'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_the_nodes_come_from_a_list_of_the_cluster(small: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "sinfo"
+    listed.write_text(
+        "".join(f"node{place} gpu:h100:4 {state}\n" for place, state in enumerate(["idle"] * 3 + ["down"]))
+    )
+    plan = answer(small, "--nodes", listed)["plan"]
+    assert plan["num_workers"] == 12
+    assert sum(task["num_workers"] for task in plan["tasks"].values()) == 12
+    refused = unicron(small, "--nodes", tmp_path / "none")
+    assert (refused.returncode, "--nodes" in refused.stderr, "expected a file" in refused.stderr) == (2, True, True)

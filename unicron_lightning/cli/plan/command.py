@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import sys
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unicron_lightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unicron_lightning.cli.plan.situation import NodeConfig
 
 EVENTS = {
     "node-loss": "a node fails: its name, or a task, which loses its largest node",
@@ -31,6 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("file", nargs="?", metavar="FILE", help="cluster and tasks, in YAML")
     parser.add_argument("--example", action="store_true", help="print an example of such a file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the file")
+    parser.add_argument("--nodes", metavar="LIST", help="nodes of Kubernetes, Slurm or a coordinator: - or a file")
     parser.add_argument("--what-if", nargs="+", metavar=("EVENT", "NAME"), help=", ".join(EVENTS))
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", metavar="PATH", help="draw F(t,x) with the chosen points (PNG, SVG or PDF)")
@@ -69,7 +76,11 @@ def _run(options: argparse.Namespace, event: list[str]) -> int:
     from unicron_lightning.planner.solver import solve
 
     path = Path(options.file)
-    situation = situation_of(read(path, options.set), path.parent)
+    config = read(path, options.set)
+    if options.nodes is not None:
+        cluster = dataclasses.replace(config.cluster, num_nodes=0, nodes=_listed(options.nodes))
+        config = dataclasses.replace(config, cluster=cluster)
+    situation = situation_of(config, path.parent)
     plan = solve(situation.state)
     placement = situation.place(plan)
     parts = [(path.name, plan, placement, situation.assumed)]
@@ -89,3 +100,13 @@ def _run(options: argparse.Namespace, event: list[str]) -> int:
     for title, each, where, assumed in parts:
         show(console, title, each, where, assumed=assumed, unsaid=unsaid)
     return 0
+
+
+def _listed(source: str) -> dict[str, NodeConfig]:
+    from unicron_lightning.cli.plan.inventory import nodes_in
+
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--nodes {source}: {error.strerror}: expected a file with a list of nodes") from error
+    return nodes_in(text, source)

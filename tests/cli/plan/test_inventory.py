@@ -1,0 +1,76 @@
+"""Lists of nodes of Kubernetes, Slurm and the coordinator, as the planner's cluster."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from unicron_lightning.cli.plan.inventory import nodes_in
+from unicron_lightning.errors import ConfigError
+
+# sinfo 22.05 prints such lines; signs behind a state: * no answer, ~ without power, $ in a maintenance window.
+SINFO = """\
+cpu1 (null) idle
+gpu1 gpu:h100:8 mixed
+gpu1 gpu:h100:8 mixed
+gpu2 gpu:h100:8(S:0-1) drained
+gpu3 gpu:4,shard:16 draining
+gpu4 gpu:a100:4,gpu:h100:2 idle*
+gpu5 gpu:h100:8 idle~
+gpu6 gpu:h100:8 unknown
+gpu7 gpu:h100:8 maint$
+"""
+
+
+def kubernetes(*nodes: tuple[str, dict[str, str], str, bool]) -> str:
+    def item(name: str, resources: dict[str, str], ready: str, cordoned: bool) -> dict[str, Any]:
+        conditions = [{"type": "MemoryPressure", "status": "False"}, {"type": "Ready", "status": ready}]
+        spec = {"unschedulable": True} if cordoned else {}
+        status = {"allocatable": resources, "conditions": conditions}
+        return {"kind": "Node", "metadata": {"name": name}, "spec": spec, "status": status}
+
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [item(*node) for node in nodes]})
+
+
+def states(text: str) -> dict[str, tuple[int | None, str]]:
+    return {name: (node.num_accelerators, node.state) for name, node in nodes_in(text, "x").items()}
+
+
+def test_slurm() -> None:
+    assert states(SINFO) == {
+        "gpu1": (8, "ready"),
+        "gpu2": (8, "cordoned"),
+        "gpu3": (4, "draining"),
+        "gpu4": (6, "failed"),
+        "gpu5": (8, "ready"),
+        "gpu6": (8, "failed"),
+        "gpu7": (8, "cordoned"),
+    }
+
+
+def test_kubernetes() -> None:
+    text = kubernetes(
+        ("a", {"nvidia.com/gpu": "8", "cpu": "96"}, "True", False),
+        ("b", {"amd.com/gpu": "4"}, "True", True),
+        ("c", {"nvidia.com/gpu": "8"}, "Unknown", True),
+        ("control-plane", {"cpu": "4"}, "True", False),
+    )
+    assert states(text) == {"a": (8, "ready"), "b": (4, "cordoned"), "c": (8, "failed")}
+
+
+def test_a_coordinator() -> None:
+    nodes = {
+        "n1": {"connected": True, "drained": False},
+        "n2": {"connected": True, "drained": True},
+        "n3": {"connected": False, "drained": False},
+    }
+    found = states(json.dumps({"nodes": nodes, "lost": {"n4": 1.0}}))
+    assert found == {"n1": (None, "ready"), "n2": (None, "cordoned"), "n3": (None, "failed"), "n4": (None, "failed")}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "some words of another command", "cpu1 (null) idle\n"])
+def test_other_texts(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--nodes list\.json: \d+ nodes, none with an accelerator: expected kubectl"):
+        nodes_in(text, "list.json")

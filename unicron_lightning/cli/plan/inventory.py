@@ -1,0 +1,77 @@
+"""Lists of nodes that a cluster has already: Kubernetes', Slurm's, or this coordinator's."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Final
+
+from unicron_lightning.cli.plan.situation import NodeConfig
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.planner.placement import NodeState
+
+KINDS: Final = "kubectl get nodes -o json, sinfo -N -h -o '%N %G %T', or unicron status --json"
+_SLURM: Final[dict[str, NodeState]] = {
+    **dict.fromkeys(("allocated", "completing", "idle", "mixed", "planned"), "ready"),
+    **dict.fromkeys(("drained", "maint", "reboot", "reserved"), "cordoned"),
+    "draining": "draining",
+}
+"""By sinfo's words without the signs behind them; others are failed."""
+_GPUS: Final = re.compile(r"\bgpu(?::[^:,()]+)?:(\d+)")
+"""Of Slurm's generic resources, as ``gpu:h100:8(S:0-1)`` or ``gpu:8``."""
+
+
+def nodes_in(text: str, source: str) -> dict[str, NodeConfig]:
+    """Return the nodes of a list by name, without those that have no accelerator.
+
+    Args:
+        text: the output of one of `KINDS`. A coordinator does not know numbers of accelerators, so its nodes have
+            the file's ``workers_per_node``.
+        source: named in errors.
+
+    Raises:
+        ConfigError: it is of another kind, or no node has an accelerator.
+    """
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        found = _slurm(text)
+    else:
+        known: dict[str, Any] = answer if isinstance(answer, dict) else {}
+        found = _kubernetes(known["items"]) if "items" in known else _coordinator(known)
+    usable = {name: node for name, node in found.items() if node.num_accelerators != 0}
+    if not usable:
+        raise ConfigError(f"--nodes {source}: {len(found)} nodes, none with an accelerator: expected {KINDS}")
+    return usable
+
+
+def _kubernetes(items: list[dict[str, Any]]) -> dict[str, NodeConfig]:
+    found = {}
+    for item in items:
+        status = item.get("status", {})
+        number = sum(int(value) for name, value in status.get("allocatable", {}).items() if name.endswith("/gpu"))
+        conditions = {each["type"]: each["status"] for each in status.get("conditions", ())}
+        state: NodeState = "cordoned" if item.get("spec", {}).get("unschedulable") else "ready"
+        if conditions.get("Ready") != "True":
+            state = "failed"
+        found[item["metadata"]["name"]] = NodeConfig(num_accelerators=number, state=state)
+    return found
+
+
+def _slurm(text: str) -> dict[str, NodeConfig]:
+    """Read lines of name, generic resources and state; a node in several partitions has several."""
+    found = {}
+    for line in text.splitlines():
+        name, _, rest = line.strip().partition(" ")
+        resources, _, word = rest.strip().rpartition(" ")
+        state = "failed" if "*" in word else _SLURM.get(word.rstrip("*~#!%$@^-+"), "failed")
+        found[name] = NodeConfig(num_accelerators=sum(map(int, _GPUS.findall(resources))), state=state)
+    return found
+
+
+def _coordinator(answer: dict[str, Any]) -> dict[str, NodeConfig]:
+    found = {name: NodeConfig(state="failed") for name in answer.get("lost", ())}
+    for name, node in answer.get("nodes", {}).items():
+        state: NodeState = "cordoned" if node["drained"] else "ready" if node["connected"] else "failed"
+        found[name] = NodeConfig(state=state)
+    return found
