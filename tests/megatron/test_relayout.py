@@ -1,9 +1,10 @@
-"""An operator's order changes TP and PP of a running task: no step is lost, and failures are recovered from as
-before.
+"""An order of the operator, or of the plan, changes TP and PP of a running task: no step is lost, and failures are
+recovered from as before.
 """
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from system.cluster import Cluster
-from system.megatron import MODEL, SCRIPT, ZERO1, finals, notes, wait_replicas
+from system.megatron import MODEL, SCRIPT, ZERO1, differences, finals, notes, wait_replicas
 
+from unicron_lightning.local_cluster.cluster import LocalCluster
 from unicron_lightning.local_cluster.processes import kill
 
 pytest.importorskip("megatron.core.package_info")
@@ -25,6 +27,10 @@ SETTINGS: dict[str, Any] = {**MODEL, "pp": 2, **ZERO1, "optimizer": {**ZERO1["op
 RUN: dict[str, Any] = {"steps": 8, "finish": True, "full": 5, "slow": 0.4, "save_every": 10_000, "unfit": [2, 2]}
 DIES: dict[str, Any] = {"point": "checkpoint", "replica": 1, "shard": 0}
 """A death while the order is being carried out."""
+SHAPE: dict[str, Any] = {"num_layers": 28, "hidden_size": 4096, "num_heads": 32, "sequence_length": 2048,
+                         "vocabulary_size": 51200, "global_batch_size": 8, "micro_batch_size": 2,
+                         "accelerator": "A100"}  # fmt: skip
+"""A model that fits into an A100 with its optimizer's state divided among four workers, and not among two."""
 
 
 @pytest.mark.chaos
@@ -107,3 +113,33 @@ def together(values: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
         return values[0]
     dim = next(dim for dim, size in enumerate(shape) if size != values[0].shape[dim])
     return torch.cat(values, dim)
+
+
+@pytest.mark.chaos
+def test_the_plan_chooses_the_layout_for_each_number_of_slots(tmp_path: Path, worlds: Any) -> None:
+    """A job that states its model's shape gets slices with two slots, and whole replicas with four."""
+    settings = {**SETTINGS, "pp": 1, "dp": 4, "accumulation": 1}
+    (tmp_path / "settings.json").write_text(json.dumps({**settings, **RUN, "full": 4}))
+    (tmp_path / "schedule.json").write_text("[]")
+    with LocalCluster(nodes=2, folder=tmp_path) as cluster:
+        about = {"min_nodes": 2, "max_nodes": 4, "transformer": SHAPE, "auto_layouts": True}
+        cluster.submit("task", [SCRIPT, tmp_path], **about)
+        cluster.until("slices", lambda: any(note["tp"] == 2 for note in notes(tmp_path, "step")), 300)
+        for _ in range(2):
+            cluster.add_node()
+        cluster.until("whole replicas", lambda: len(cluster.events("layout_changes")) == 2, 300)
+        (tmp_path / "finish").touch()
+        cluster.wait_state("succeeded", 300, task="task")
+        orders, changes = (cluster.events(name) for name in ("layout_ordered", "layout_changes"))
+    whole, slices = {"tp": 1, "pp": 1}, {"tp": 2, "pp": 1}
+    assert [event["fields"] for event in orders] == [
+        {**slices, "before": whole, "by": "plan"},
+        {**whole, "before": slices, "by": "plan"},
+    ]
+    last, paths = finals(tmp_path)
+    first, second = (event["fields"]["step"] for event in changes)
+    done = {tp: {note["step"] for note in notes(tmp_path, "step") if note["tp"] == tp} for tp in (1, 2)}
+    assert done == {1: {*range(first), *range(second, last)}, 2: {*range(first, second)}}
+    worlds.run("reference:run", 4, tmp_path / "plain", settings=settings, steps=[last])
+    found = differences(paths, tmp_path / "plain")
+    assert len(found) == 4 and max(found.values()) < 1e-5, found
