@@ -1,6 +1,7 @@
 """Checkpoints of a sharded model: Lightning's single file with whole tensors, or a folder with a file for each shard.
 
-Any strategy and any S can load the file; the folder is read by any S, and by Lightning's ModelParallelStrategy.
+Any strategy and any S can load the file; the folder is read by any S, and by Lightning's ModelParallelStrategy. For
+another number of shards it is always a folder, of which each worker writes and reads its own part.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ class ShardedCheckpoints(SingleFileCheckpoints):
 
     Args:
         parallel: the parallelism that they belong to.
-        folders: whether to write folders; both kinds are read.
+        folders: whether the script's checkpoints are folders; both kinds are read.
     """
+
+    divided = True
 
     def __init__(self, parallel: FsdpParallel, *, folders: bool) -> None:
         super().__init__(parallel.strategy)
-        self.divided = folders
         self._parallel = parallel
         self._folders = folders
         self._opened: Path | None = None
@@ -58,7 +60,7 @@ class ShardedCheckpoints(SingleFileCheckpoints):
         strategy, path = self._parallel.strategy, located(filepath)
         if left_out(strategy, path):
             return None
-        if self._folders:
+        if self._folders or strategy.engine.world.kind == "relayout":
             if options is not None or "://" in path:
                 raise ConfigError(
                     f"checkpoint {path!r} with storage_options={options!r}: save_distributed_checkpoint=True writes "

@@ -24,7 +24,6 @@ SETTINGS: dict[str, Any] = {
     "full": 4,
     "finish": True,
     "pace": 0.05,
-    "options": {"save_distributed_checkpoint": True},
 }
 DIES: dict[str, Any] = {"point": "collect", "replica": 0, "shard": 1}
 """A death while the workers write the checkpoint for the new layout: no other checkpoint is written."""

@@ -41,7 +41,7 @@ def slots(cluster: LocalCluster) -> dict[str, int]:
 
 @pytest.mark.chaos  # to keep `make test` short
 @pytest.mark.faults
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("prior", PRIORS)
 def test_a_job_with_a_wrong_prior_gets_the_right_plan_by_its_calibration(tmp_path: Path, prior: str) -> None:
     """``flat`` states that each slot brings as much as the first; in truth its steps always take 0.4 s."""

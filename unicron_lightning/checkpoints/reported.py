@@ -144,8 +144,9 @@ def _agreed(views: Sequence[_Seen], *, divided: bool) -> str:
     """Return the digest that all ranks have found, or an explanation."""
     if errors := [f"rank {rank}: {view.error}" for rank, view in enumerate(views) if view.error]:
         return errors[0]
-    if divided:
-        return total({name: digest for view in views for name, digest in view.digests.items()})
+    parts = {(name, digest) for view in views for name, digest in view.digests.items()}
+    if divided and len(dict(parts)) == len(parts):  # not so if ranks see different files, each of which it reads whole
+        return total(dict(parts))
     found = sorted({total(view.digests) for view in views})
     return found[0] if len(found) == 1 else f"{' and '.join(found)} on different ranks"
 

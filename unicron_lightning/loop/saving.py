@@ -14,6 +14,7 @@ from unicron_lightning.checkpoints.beside import CheckpointsBeside, TakenCheckpo
 from unicron_lightning.checkpoints.files import MODEL, is_folder, leave_record, located
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.checkpoints.reported import write_file
+from unicron_lightning.checkpoints.saving import SaveFolder
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.loop.registered import OF_SHARDS, RESERVED
 from unicron_lightning.worker import codec
@@ -82,19 +83,29 @@ class LoopCheckpoints(CheckpointsBeside):
             self.close(whole=True)
 
     def write_whole(self, path: str, step: int) -> None:
-        """Write a file by one worker, or by another one if that one dies meanwhile, and report it."""
+        """Write a file by one worker, or by another one if that one dies meanwhile, and report it.
+
+        For another number of shards it is a folder, to which the workers of a replica write their own parts.
+        """
         session, engine = self._run_of.session, self._run_of.engine
         state = self._state()
+
+        def done(digest: str) -> None:
+            if session.record:
+                leave_record(Path(session.record), path, step, digest, session.fits)
 
         def write(parts: Mapping[str, Any]) -> str:
             rest = {**state, **parts}
             models = rest.pop("models")
             found = write_file({**models, RESERVED: codec.encode(rest)}, Path(path))
-            if session.record:
-                leave_record(Path(session.record), path, step, found, session.fits)
+            done(found)
             return found
 
-        written = engine.run(self._run_of.models.writing(write)).decode()
+        divided = engine.world.kind == "relayout"
+        operation = (
+            SaveFolder(path, self.held_parts, self._held, done) if divided else self._run_of.models.writing(write)
+        )
+        written = engine.run(operation).decode()
         self._run_of.reported.written(engine.control, path, step, written)
 
     def read(self, path: str) -> dict[str, Any]:

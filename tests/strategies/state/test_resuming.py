@@ -80,6 +80,8 @@ def test_ranks_must_agree() -> None:
     assert _agreed([x, x], divided=False) == "x"
     assert _agreed([y, x], divided=False) == "x and y on different ranks"
     assert _agreed([x, _Seen(error="gone")], divided=False) == "rank 1: gone"
+    assert _agreed([x, y], divided=True) == "x and y on different ranks", "each has read all of a file"
+    assert _agreed([x, x], divided=True) == "x"
 
 
 def test_a_pipe_at_the_path_does_not_stop_the_task(tmp_path: Path) -> None:
