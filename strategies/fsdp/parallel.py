@@ -132,11 +132,14 @@ def shard_module(module: pl.LightningModule, mesh: DeviceMesh, sharding: Shardin
 
 
 def place_rest(module: pl.LightningModule, device: torch.device) -> None:
-    """Move buffers and metrics to the device of the model; FSDP2 places the parameters."""
+    """Move all that FSDP2 does not place to the device of the model."""
     module._device = device
     for each in module.modules():
         if isinstance(each, Metric):
             each.to(device)
+        for parameter in each._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor) and not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
                 each._buffers[name] = buffer.to(device)
@@ -462,21 +465,11 @@ def check_sharded_module(module: pl.LightningModule) -> None:
         ConfigError: naming the parameter.
     """
     for name, parameter in module.named_parameters():
-        if not isinstance(parameter, DTensor):
-            raise ConfigError(
-                f"parameter {name} is not sharded; expected fully_shard on the submodule that holds it, or the "
-                "parameter in a submodule instead of the LightningModule itself"
-            )
-        if not is_divided_as_expected(parameter):
+        if isinstance(parameter, DTensor) and not is_divided_as_expected(parameter):
             raise ConfigError(
                 f"parameter {name} has the placements {parameter.placements} on a mesh of {parameter.device_mesh.ndim} "
                 "dimensions; expected fully_shard on device_mesh['data_parallel'], which shards along the first axis"
             )
-    if isinstance(module, FSDPModule):
-        raise ConfigError(
-            f"fully_shard is applied to {type(module).__qualname__} itself, whose training_step FSDP2 does not see; "
-            "expected it on the model that training_step calls"
-        )
 
 
 def check_same_module(module: pl.LightningModule, mesh: object) -> None:

@@ -51,6 +51,7 @@ SETTINGS: dict[str, Any] = {
     "clip": 0.5,
     "clips": "norm",  # or "value"
     "eps": 1e-8,  # of AdamW
+    "own": "",  # whether the LightningModule has parameters of its own: "whole", or "sharded"
     "muon": False,  # whether Muon updates the matrices, and the rest is frozen
     "groups": 1,  # of its parameters: 2: those with one dimension are decayed less
     "samples": 4096,
@@ -131,7 +132,11 @@ class Model(pl.LightningModule):
         self.flips = 0
         torch.manual_seed(7)
         self.net = Network(32, settings["dropout"], tied=settings["tied"], experts=settings["experts"])
-        for each in self.net.parameters() if settings["muon"] else ():
+        if settings["own"]:
+            self.last = nn.LayerNorm(256) if settings["configures"] else nn.Identity()
+            self.shift, self.odd = nn.Parameter(torch.zeros(256)), nn.Parameter(torch.ones(1))
+            self.register_buffer("even", torch.ones(256))
+        for each in self.parameters() if settings["muon"] else ():
             each.requires_grad_(each.dim() == 2)
         if settings["compile"]:
             for block in self.net.blocks:
@@ -159,6 +164,8 @@ class Model(pl.LightningModule):
             for block in self.net.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(self.net, mesh=mesh)
+            if self.settings["own"] == "sharded":
+                fully_shard(self, mesh=mesh)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         strategy: Any = self.trainer.strategy
@@ -175,7 +182,8 @@ class Model(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         place = getattr(getattr(self.trainer.strategy, "fabric", None), "place", None)
-        norms = [float(local(each.grad).norm()) for each in self.parameters() if each.requires_grad]
+        used = [each for each in self.parameters() if each.requires_grad and each is not getattr(self, "odd", None)]
+        norms = [float(local(each.grad).norm()) for each in used]
         assert any(norms) == (place is None or place.replica is not None), "a spare has zeros"
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -184,7 +192,15 @@ class Model(pl.LightningModule):
 
     def _loss(self, batch: Any) -> Tensor:
         tokens, following = batch
-        return nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), following.flatten())
+        return nn.functional.cross_entropy(self(tokens).flatten(0, 1), following.flatten())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.net(tokens)
+        if self.settings["own"]:
+            logits = self.last(logits) + self.even * self.shift
+            if tokens.sum() % 2 or self.settings["own"] == "sharded":  # FSDP2 wants the same parameters in all lanes
+                logits = logits * self.odd
+        return logits
 
     def configure_optimizers(self) -> Any:
         parameters = [*self.parameters()]

@@ -2,12 +2,13 @@
 
 FSDP2 adds each row's gradients, summed over the replica's shards, to the sharded ``grad`` of the parameters. This
 worker's sums are kept until the step is committed: one more copy of the shard's gradients. A bucket's sums over the
-replicas are in memory of their own, so those of an interrupted reduction can be kept, too.
+replicas are in memory of their own, so those of an interrupted reduction can be kept, too. Parameters that FSDP2 does
+not divide have gradients of this worker's own micro-batches, which are summed over the lanes at last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from unicron_lightning.fsdp.mesh import local_shard, local_shards, with_local_shard
+from unicron_lightning.fsdp.mesh import ShardGroup, is_sharded, local_shard, local_shards, with_local_shard
 from unicron_lightning.replica.channels import PeerGroup
 from unicron_lightning.worker.exact_sums import CLASS, MARKS, ExactSum, magnitudes, reduce_apart
 
@@ -47,17 +48,22 @@ class ShardedGradients:
         """Parameters that micro-batches of the step have used, as agreed by the replicas."""
         self._kept: list[list[Tensor | None]] = []
         """Sums over the replicas of the first buckets of an interrupted reduction."""
+        self._of_lane: list[tuple[nn.Parameter, Tensor | None]] = []
+        """Sums over the replicas, before those over the lanes."""
         self.reduced = 0
 
     def begin(self) -> None:
         """Forget all gradients."""
         self._own = None
-        self._kept, self.reduced = [], 0
+        self._kept, self.reduced, self._of_lane = [], 0, []
         for parameter in self.parameters:
             parameter.grad = None
 
     def recover(self, reduced: int) -> None:
         """After a failure: restore this worker's sums over its completed calls, and keep ``reduced`` buckets."""
+        for parameter, grad in self._of_lane:
+            parameter.grad = grad
+        self._of_lane = []
         if self._own is not None:
             found = _buckets(self._present)[:reduced]
             self._kept = [[parameter.grad for parameter in members] for members in found]
@@ -116,20 +122,41 @@ class ShardedGradients:
                 for each, summed in zip(members, self._kept[number], strict=True):
                     each.grad = summed
                 continue
-            self._sum(members)
+            self._sum(members, self._add)
+            if self.accelerated is None:
+                self.reduced += 1
+
+    def join(self, lanes: ShardGroup) -> None:
+        """Sum gradients over the lanes of the replica, after the replicas, of parameters that FSDP2 does not divide.
+
+        Raises:
+            RuntimeError: the connections are closed.
+        """
+        common = [each for each in self.parameters if not is_sharded(each)]
+        if not common or lanes.size() == 1:
+            return
+        self._of_lane = [(each, each.grad) for each in common]
+        used = torch.tensor([each.grad is not None for each in common], dtype=torch.float32)
+        lanes.sum(used)
+
+        def add(flat: Tensor) -> None:
+            host = flat.cpu()
+            lanes.sum(host)
+            flat.copy_(host)
+
+        for members in _buckets([each for each, is_used in zip(common, used.tolist(), strict=True) if is_used]):
+            self._sum(members, add)
 
     def settle(self) -> None:
         """Do nothing: what the library may still write to after a cut is used by nothing else."""
 
-    def _sum(self, members: Sequence[nn.Parameter]) -> None:
-        """Sum the gradients of a bucket over the replicas."""
+    def _sum(self, members: Sequence[nn.Parameter], add: Callable[[Tensor], None]) -> None:
+        """Sum the gradients of a bucket; ``add`` does so in place."""
         parts = [local_shard(torch.zeros_like(each) if each.grad is None else each.grad) for each in members]
         flat = torch.cat([part.reshape(-1) for part in parts])
-        self._add(flat)
+        add(flat)
         for each, part, summed in zip(members, parts, flat.split([part.numel() for part in parts]), strict=True):
             each.grad = with_local_shard(each, summed.view_as(part))
-        if self.accelerated is None:
-            self.reduced += 1
 
     def _add(self, flat: Tensor) -> None:
         """Sum a tensor over the replicas, in place."""

@@ -442,12 +442,24 @@ def region(tensor: DTensor, shard: int | None = None) -> tuple[slice, ...]:
 
 def is_divided_as_expected(tensor: DTensor) -> bool:
     """Whether FSDP2 divides a parameter along the first axis, on a mesh of this module, and tensor parallelism evenly
-    along any axis, or not at all.
+    along any axis, or each of them not at all.
     """
-    mesh, (first, *others) = tensor.device_mesh, tensor.placements
-    is_first = isinstance(first, Shard | placement_types._StridedShard) and first.dim == 0
-    known = isinstance(mesh, _GroupsMesh) and (mesh.mesh_dim_names or ())[:1] == (SHARDS,)
-    return known and is_first and all(isinstance(each, Shard | Replicate) for each in others)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if not isinstance(mesh, _GroupsMesh):
+        return False
+    if (mesh.mesh_dim_names or ())[:1] == (SHARDS,):
+        first, *placements = placements  # type: ignore[assignment]
+        if not (isinstance(first, Shard | placement_types._StridedShard) and first.dim == 0):
+            return False
+    return all(isinstance(each, Shard | Replicate) for each in placements)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether FSDP2 divides a tensor; all lanes of a replica have the others."""
+    if not isinstance(tensor, DTensor):
+        return False
+    names = zip(tensor.device_mesh.mesh_dim_names or (SHARDS,), tensor.placements, strict=True)
+    return any(name == SHARDS and not placement.is_replicate() for name, placement in names)
 
 
 def is_sliced(tensor: DTensor) -> bool:
@@ -462,9 +474,7 @@ def holds_first(tensor: DTensor, shard: int | None = None) -> bool:
     if not isinstance(mesh, _GroupsMesh):
         return True
     lane, part = (mesh.lane, mesh.slice) if shard is None else divmod(shard, mesh.slices)
-    names = zip(mesh.mesh_dim_names or (), tensor.placements, strict=True)
-    is_sharded = any(name == SHARDS and not placement.is_replicate() for name, placement in names)
-    return (is_sharded or lane == 0) and (is_sliced(tensor) or part == 0)
+    return (is_sharded(tensor) or lane == 0) and (is_sliced(tensor) or part == 0)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from unicron_lightning.fsdp.gradients import ExactShardedGradients, ShardedGradi
 from unicron_lightning.fsdp.mesh import (
     ShardGroup,
     holds_first,
+    is_sharded,
     is_sliced,
     local_shard,
     local_shards,
@@ -117,7 +118,8 @@ class FsdpShard:
     """Implements `replica.member.ReplicaModel`.
 
     Args:
-        root: module whose parameters are all sharded by `torch.distributed.fsdp.fully_shard` on the mesh of ``group``.
+        root: module that `torch.distributed.fsdp.fully_shard` shards on the mesh of ``group``; each lane has all of the
+            parameters that it does not.
         group: of the replica's workers.
         device: of the model, also if its shards are kept in host memory.
         accelerator: makes the groups of an accelerator; None on the CPU.
@@ -224,11 +226,13 @@ class FsdpShard:
         self.gradients.recover(reduced)
 
     def finalize(self) -> None:
-        """Compute the norm of the optimizer's reduced gradients over all shards."""
+        """Sum what lanes have in common, and compute the norm of the optimizer's gradients over all shards."""
+        self.gradients.join(self.group.same_slice)
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         own = [each for group in groups for each in group["params"]] or self.gradients.parameters
         present = [each.grad for each in own if each.grad is not None]
-        grads = local_shards([each for each in present if not isinstance(each, DTensor) or holds_first(each)])
+        first = self.group.rank() == 0
+        grads = local_shards([each for each in present if (holds_first(each) if isinstance(each, DTensor) else first)])
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
         squares = torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)
         self.group.sum(squares)
@@ -255,16 +259,16 @@ class FsdpShard:
     # ---- state
 
     def unify(self) -> None:
-        """Give all replicas the first one's parameters and buffers, and a lane's workers what they have in common."""
+        """Give all replicas the first one's parameters and buffers, and a replica's workers what they have in common."""
         peers, lane = self.gradients.peers, self.group.lane
-        if peers is None and lane is None:
-            return
         with torch.no_grad():
             for tensor in (*self.root.parameters(), *self.root.buffers()):
                 part = local_shard(tensor)
                 host = part.detach().cpu()
                 if peers is not None:
                     peers.broadcast(host, 0)
+                if not is_sharded(tensor):
+                    self.group.same_slice.copy_first(host)
                 if lane is not None and not (isinstance(tensor, DTensor) and is_sliced(tensor)):
                     lane.copy_first(host)
                 part.copy_(host)
