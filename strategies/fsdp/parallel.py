@@ -29,7 +29,6 @@ from unicron_lightning.fsdp.holder import ShardHolder
 from unicron_lightning.fsdp.mesh import (
     ReplicaMesh,
     ShardGroup,
-    check_sharded_optimizer,
     is_divided_as_expected,
     sum_gradients,
 )
@@ -248,6 +247,12 @@ class FsdpParallel(Parallelism):
         self._holder: ShardHolder | None = None
         self._group: ShardGroup | None = None
         self._mesh: ReplicaMesh | None = None
+        self._follows = False
+        """Whether it takes over from the trainer before."""
+        self._kind = ""
+        """Description of what all trainers of a script have in common."""
+        self._precision: Precision | None = None
+        """Lightning's plugin for the shard, once it is made."""
 
     @property
     def holder(self) -> ShardHolder:
@@ -279,15 +284,36 @@ class FsdpParallel(Parallelism):
             )
 
     def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
-        if control_of_process() is not None:
-            raise ConfigError("this script has a second Trainer; unicron_fsdp supports one, for all runs of a script")
         replicas = shape.devices // self.size
         declared = Shape(tensor=self.size, replicas=replicas, sharded=True, slices=self.shards)
-        self._holder = ShardHolder(declared)
-        session, is_new = Session.of_process(device, declared.workers, on_world, self._holder.fabric)
-        self._holder.begin(session)
-        self.size = self._holder.fabric.shape.width  # an operator's order replaces the script's
+        precision, self._follows = self.strategy.precision_plugin.precision, control_of_process() is not None
+        self._kind = f"{self.size} x {self.shards} workers of {declared.workers} and precision {precision!r}"
+        if self._follows:
+            self._follow()
+        else:
+            self._holder = ShardHolder(declared)
+        session, is_new = Session.of_process(device, declared.workers, on_world, self.holder.fabric)
+        if not self._follows:
+            self.holder.begin(session)
+            _first[:] = [self] if control_of_process() is not None else []
+        self._follows = False
+        self.size = self.holder.fabric.shape.width  # an operator's order replaces the script's
         return session, is_new
+
+    def _follow(self) -> None:
+        """Use connections, mesh and shard of the script's first trainer.
+
+        Raises:
+            ConfigError: it has another strategy, or other sizes or precision.
+        """
+        earlier = _first[0] if _first else None
+        if earlier is None or earlier._kind != self._kind:
+            raise ConfigError(
+                f"a further Trainer of this script has unicron_fsdp with {self._kind}, the first one "
+                f"{'another strategy' if earlier is None else earlier._kind}; expected the same for all"
+            )
+        self._holder, self._group, self._mesh = earlier._holder, earlier._group, earlier._mesh
+        self._precision = earlier._precision
 
     def begin(self, session: Session) -> None:
         strategy = self.strategy
@@ -314,17 +340,18 @@ class FsdpParallel(Parallelism):
         if whole:
             self._stage_updates(trainer, optimizer)
         else:
-            check_sharded_optimizer(optimizer)
             optimizer.register_step_post_hook(self._stepped)
 
     def _build(self) -> None:
         """Make this worker's shard of the model."""
         strategy, member, mesh = self.strategy, self.member, self._mesh
         if member.fabric.built:
+            strategy.precision_plugin = self._precision or strategy.precision_plugin
             return
         assert self._group is not None and mesh is not None
         precision = shard_module(strategy.module, mesh.shards, self._sharding, strategy.precision_plugin)
-        strategy.precision_plugin = precision
+        strategy.precision_plugin = self._precision = precision
+        _first[:] = [self] if _first else []
         clip_by_agreed_norm(precision, lambda: member.model.grad_norm, lambda: member.model.stages)
         keep_spares(precision, lambda: self.holder.is_spare, self._updates)
         check_sharded_module(strategy.module)
@@ -349,18 +376,9 @@ class FsdpParallel(Parallelism):
                 f"{type(optimizer).__name__}, which updates before gradients are handed out; expected "
                 "Trainer(gradient_clip_val=...)"
             )
-        assert model.whole is not None
-        model.whole.prepared = partial(clipped, trainer, lambda: model.grad_norm)
-
-        def step(closure: Callable[[], Any]) -> Any:
-            output = closure()
-            self.steps.check_unchanged()
-            self.member.update()
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-            return output
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # of a schedule, which has seen its own
-        optimizer.step = step  # type: ignore[method-assign, assignment]
+        [updates] = model.updates.values()
+        updates.prepared = partial(clipped, trainer, lambda: model.grad_norm)
+        updates.step_by(optimizer, self.member.update)
 
     def _updates(self, optimizer: Optimizer) -> None:
         """Refuse collectives until the optimizer has stepped: after the commit no failure can be recovered."""
@@ -399,7 +417,8 @@ class FsdpParallel(Parallelism):
         return 0 if self._holder is None else self.member.spares
 
     def enter(self, world: World) -> None:
-        self.holder.enter(world, lambda: self.strategy.engine)
+        if not self._follows:  # it has been entered by the trainer before
+            self.holder.enter(world, lambda: self.strategy.engine)
 
     def share(self, micro_batches: range) -> list[int]:
         return self.holder.share(micro_batches, self.steps.balance)
@@ -433,6 +452,8 @@ class FsdpParallel(Parallelism):
         """Keep the shard for the script's next run."""
 
 
+_first: list[FsdpParallel] = []
+"""That of this process's first trainer in its task."""
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
 

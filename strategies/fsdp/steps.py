@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader
 
 from unicron_lightning.data.loader import BatchRows, GlobalBatch
 from unicron_lightning.data.seeding import place_seed, seed_all
-from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.gradients import clip_shards
-from unicron_lightning.fsdp.mesh import check_norms, local_shards
+from unicron_lightning.fsdp.mesh import check_norms
 from unicron_lightning.fsdp.rows import StepRows
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
 from unicron_lightning.strategies.metrics.sums import StepMetrics
@@ -50,10 +49,6 @@ class ShardedSteps(StepRunner):
         self._parallel = parallel
         self.balance: Balance | None = None
         self._gradients: list[Tensor | None] = []
-        self._handed: list[Tensor] = []
-        """Parts of gradients that hooks get after the update."""
-        self._norms: Sequence[Tensor] = []
-        """Of these, which hooks must not change; operations on FSDP2's tensors do not count as versions."""
         self._effects: Effects | None = None
 
     def begin_fit(self, balance: Balance | None) -> None:
@@ -97,26 +92,10 @@ class ShardedSteps(StepRunner):
         for parameter, grad in zip(self._parallel.member.model.gradients.parameters, self._gradients, strict=True):
             parameter.grad = torch.zeros_like(parameter) if spare and parameter.requires_grad else grad
         model = self._parallel.member.model
-        self._handed = [] if spare or not model.stages else local_shards(_gradients_of(model.gradients.parameters))
-        self._norms = torch._foreach_norm(self._handed) if self._handed else []
+        for updates in () if spare else model.updates.values():
+            updates.hand()
         self._gradients = []
         return plugin.post_backward(loss, module)
-
-    def check_unchanged(self) -> None:
-        """Refuse hooks that have changed gradients, since the update was computed before the commit.
-
-        Raises:
-            ConfigError: a gradient is another one.
-        """
-        now = local_shards(_gradients_of(self._parallel.member.model.gradients.parameters)) if self._handed else []
-        handed, self._handed = self._handed, []
-        pairs = zip(torch._foreach_norm(now) if now else [], self._norms, strict=len(now) == len(handed))
-        equal = all(torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True) for one, other in pairs)
-        if len(now) != len(handed) or not equal:
-            raise ConfigError(
-                "a hook has changed gradients, from which the optimizer has computed its update before the commit of "
-                "the step; expected Trainer(gradient_clip_val=...), or a change of the loss"
-            )
 
 
 def keep_spares(plugin: Precision, is_spare: Callable[[], bool], updates: Callable[[Any], None]) -> None:
@@ -139,10 +118,6 @@ def keep_spares(plugin: Precision, is_spare: Callable[[], bool], updates: Callab
         updates(optimizer)
 
     plugin._after_closure = closed  # type: ignore[method-assign]
-
-
-def _gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [each.grad for each in parameters if each.grad is not None]
 
 
 def clipped(trainer: pl.Trainer, norm: Callable[[], float], gradient: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from fsdp.preconditioned import PRECONDITIONED
 from worker.simulation import SECONDS, Coordinator, Killed, TaskIsOver, run_threads
 
 from unicron_lightning import wire
@@ -103,7 +104,7 @@ class Deaths:
         at: workers that die, by their first rank, each with its point of the step: a number, or a name of the engine's.
         flips: workers with a bit that flips before that step.
         late: workers that die at the end, when they send or take a shard's state.
-        muon: whether matrices are updated by Muon, whose updates need whole ones.
+        whole: name of the optimizer if its updates need whole matrices.
         after: a worker that dies at a point waits there for others that come to one of the engine's points of that
             step: each with its name.
     """
@@ -115,7 +116,7 @@ class Deaths:
     at: Sequence[Sequence[Any]] = ()
     flips: Sequence[int] = ()
     late: Sequence[int] = ()
-    muon: bool = False
+    whole: str = ""
     after: Sequence[tuple[int, str]] = ()
 
 
@@ -258,7 +259,7 @@ class Worker:
             if each is not None:
                 each.point = self.point
         self.member.model = FsdpShard(net, group)
-        self.member.model.begin_fit(optimizer_of(net, muon=self.task.drawn.muon), whole=self.task.drawn.muon)
+        self.member.model.begin_fit(optimizer_of(net, drawn.whole), whole=bool(drawn.whole))
         for name in ("state", "load_state"):
             setattr(self.member.model, name, self._late(getattr(self.member.model, name)))
         self.fabric.built = True
@@ -336,9 +337,11 @@ def parallelize(net: Net, lane: DeviceMesh) -> None:
 _seeding = threading.Lock()
 
 
-def optimizer_of(net: Net, *, muon: bool = False) -> torch.optim.Optimizer:
-    """The optimizer: one that does not amplify rounding, or one of the matrices only."""
-    if muon:
+def optimizer_of(net: Net, whole: str = "") -> torch.optim.Optimizer:
+    """The optimizer: one that does not amplify rounding, one of the matrices only, or with other states."""
+    if whole in PRECONDITIONED:
+        return PRECONDITIONED[whole](net.parameters(), lr=0.1, eps=0.5)
+    if whole:
         return torch.optim.Muon([each for each in net.parameters() if each.dim() == 2], lr=0.1)
     return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
 
@@ -353,7 +356,7 @@ def loss_of(net: Net, micro_batch: int, shards: int) -> Tensor:
 def reference(drawn: Deaths) -> list[Tensor]:
     """The parameters at the end of the training in one process."""
     net = network(drawn)
-    optimizer = optimizer_of(net, muon=drawn.muon)
+    optimizer = optimizer_of(net, drawn.whole)
     for _ in range(STEPS):
         optimizer.zero_grad()
         for micro_batch in range(ROWS * drawn.shards):
@@ -397,7 +400,7 @@ def check(drawn: Deaths) -> Task:
     return task
 
 
-def draw(seed: int, points: int = POINTS, *, muon: bool = False) -> Deaths:
+def draw(seed: int, points: int = POINTS, *, whole: str = "") -> Deaths:
     """Draw one or two deaths, of partners or strangers, at any of a step's points."""
     chance = random.Random(seed)
     replicas = chance.choice((2, 2, 3))
@@ -406,7 +409,7 @@ def draw(seed: int, points: int = POINTS, *, muon: bool = False) -> Deaths:
         replicas=replicas,
         tied=chance.random() < 0.25,
         at=[[victim, 1 + chance.randrange(points)] for victim in victims],
-        muon=muon,
+        whole=whole,
     )
 
 

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fsdp.judge import notes
-from fsdp.test_model_parallel import compare
 from fsdp.test_training import check, die, run
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from fsdp.judge import notes
+from fsdp.preconditioned import PRECONDITIONED
 from fsdp.test_training import check, die, run
-from optimizers.table import OPTIMIZERS, SAMPLES, Matrices, data
+from optimizers.table import HAS_PACKAGE, OF_PACKAGE, OPTIMIZERS, SAMPLES, Matrices, data
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from unicron_lightning import UnicronFSDPStrategy
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.fsdp.export import export_checkpoint
 from unicron_lightning.fsdp.mesh import local_shards
 
 if TYPE_CHECKING:
@@ -24,13 +28,13 @@ if TYPE_CHECKING:
 MUON_POINTS = 64
 """Points of a step with an update of whole matrices, the last ones of which are those of the update and the commit."""
 CHOSEN: list[dict[str, Any]] = [
-    {"replicas": 2, "tied": False, "muon": True, "at": [[rank, point]]}
+    {"replicas": 2, "tied": False, "whole": "muon", "at": [[rank, point]]}
     for rank, point in ((0, "update"), (1, "update"), (2, 58), (3, 59), (0, 60), (1, 61), (2, "updated"), (3, "commit"))
 ]
 TOGETHER: list[dict[str, Any]] = [
-    {"replicas": 2, "tied": True, "muon": True, "at": [[0, 59], [3, 61]]},
-    {"replicas": 3, "tied": False, "muon": True, "at": [[1, "updated"], [2, 58]]},
-    {"replicas": 2, "tied": False, "muon": True, "at": [[1, 60], [2, "commit"]]},
+    {"replicas": 2, "tied": True, "whole": "muon", "at": [[0, 59], [3, 61]]},
+    {"replicas": 3, "tied": False, "whole": "muon", "at": [[1, "updated"], [2, 58]]},
+    {"replicas": 2, "tied": False, "whole": "muon", "at": [[1, 60], [2, "commit"]]},
 ]
 
 
@@ -94,6 +98,24 @@ class Biased(Matrices):
         return self._make([each for each in self.parameters() if each is not self.net[0].bias])
 
 
+class Full(Matrices):
+    """With gradients of full rank: the eigenvectors of others depend on rounding."""
+
+    batch = 8
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        torch.manual_seed(2)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False))
+
+
+def declared(name: str, parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer of a package."""
+    optimizer: Any = OPTIMIZERS[name](parameters)
+    optimizer.needs_whole_parameters = True
+    return optimizer  # type: ignore[no-any-return]
+
+
 class ClipsItself(Matrices):
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         """Clip nothing."""
@@ -118,7 +140,7 @@ def fit(module: Matrices, folder: Path, **options: Any) -> list[torch.Tensor]:
     }
     settings |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(**settings, gradient_clip_val=0.1, default_root_dir=folder, **options)
-    trainer.fit(module, DataLoader(data().dataset, batch_size=2, sampler=range(SAMPLES)))
+    trainer.fit(module, DataLoader(data().dataset, batch_size=getattr(module, "batch", 2), sampler=range(SAMPLES)))
     return [each.detach() for each in local_shards(module.parameters())]
 
 
@@ -126,8 +148,13 @@ def fit(module: Matrices, folder: Path, **options: Any) -> list[torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning")
 @pytest.mark.parametrize(
     ("module", "make"),
-    [(Matrices, OPTIMIZERS["muon"]), (Biased, Both), (Biased, OPTIMIZERS["adamw-foreach"])],
-    ids=["muon", "both", "adamw"],
+    [
+        (Matrices, OPTIMIZERS["muon"]),
+        (Biased, Both),
+        (Biased, OPTIMIZERS["adamw-foreach"]),
+        *((Biased, PRECONDITIONED[name]) for name in ("shampoo", "soap")),
+        *((Full, partial(declared, name)) for name in OF_PACKAGE if HAS_PACKAGE),
+    ],
 )
 def test_one_shard_is_lightnings_own(module: type[Matrices], make: Any, tmp_path: Path) -> None:
     """Also the norm to which gradients are clipped: that of the optimizer's parameters."""
@@ -143,7 +170,7 @@ def test_one_shard_is_lightnings_own(module: type[Matrices], make: Any, tmp_path
     ("module", "name", "message"),
     [
         (ClipsItself, "muon", "configure_gradient_clipping with Muon"),
-        (ChangesGradients, "muon", "a hook has changed gradients"),
+        (ChangesGradients, "muon", "has changed gradients, from which Muon"),
         (Matrices, "divided", "Divided lets the shards of parameters communicate in its update"),
     ],
 )
@@ -156,16 +183,55 @@ def test_updates_after_the_commit_are_refused(module: type[Matrices], name: str,
 
 def test_deaths_in_an_update(worlds: Worlds, tmp_path: Path) -> None:
     """Each worker in some part of it, and two at once; parameters are those of one process."""
-    worlds.run("deaths:histories", 1, tmp_path, chosen=[*CHOSEN, *TOGETHER], seeds=[])
+    others = [{**each, "whole": kind} for kind in PRECONDITIONED for each in TOGETHER]
+    worlds.run("deaths:histories", 1, tmp_path, chosen=[*CHOSEN, *TOGETHER, *others], seeds=[])
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("shards", "slices"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.chaos)])
-def test_kills_heal(tmp_path: Path, shards: int, slices: int) -> None:
+@pytest.mark.parametrize(
+    ("shards", "slices", "optimizer"),
+    [
+        (2, 1, {"muon": True}),
+        pytest.param(1, 2, {"muon": True}, marks=pytest.mark.chaos),
+        (2, 1, {"preconditioner": "soap", "own": "whole", "memory": [3, 1]}),
+        pytest.param(1, 2, {"preconditioner": "shampoo", "own": "whole"}, marks=pytest.mark.chaos),
+    ],
+)
+def test_kills_heal(tmp_path: Path, shards: int, slices: int, optimizer: dict[str, Any]) -> None:
     schedule = [die("update", 0, 1), die("optimizer", 1, 0), die("updated", 1, 1), die("commit", 0, 0)]
-    settings = {"steps": 12, "full": 4, "muon": True, "tied": False, "save_every": 5}
-    settings |= {"shards": shards, "slices": slices}
+    settings = {"steps": 12, "full": 4, "tied": False, "save_every": 5, **optimizer}
+    settings |= {"shards": shards, "slices": slices, "options": {"digest_every": 1}}
     run(tmp_path, settings, schedule, 5, "2:4")
     assert [note["point"] for note in notes(tmp_path, "fault")] == [fault["point"] for fault in schedule]
     check(tmp_path, settings, 4)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["shampoo", pytest.param("soap", marks=pytest.mark.chaos)])
+def test_states_of_another_shape_resume_with_another_number_of_shards(tmp_path: Path, name: str) -> None:
+    """From a file of two shards to folders of two lanes of one, and back."""
+    settings = {"full": 2, "preconditioner": name, "own": "whole", "tied": False, "save_every": 2}
+    halves: list[dict[str, Any]] = [
+        {"steps": 2, "shards": 2, "replicas": 1},
+        {"steps": 4, "shards": 1, "replicas": 2, "options": {"save_distributed_checkpoint": True}},
+        {"steps": 6, "shards": 2, "replicas": 1, "options": {"save_distributed_checkpoint": True}},
+    ]
+    resume = None
+    for number, half in enumerate(halves):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        run(folder, {**settings, **half, "resume": resume}, [], 2, "2:2")
+        resume = str(folder / "checkpoints" / f"step={half['steps']}.ckpt")
+    reference = check(tmp_path / "2", {**settings, **halves[2]}, 2)
+    assert reference["step"] == 6
+    export_checkpoint(str(resume), tmp_path / "whole.ckpt")
+    own, expected = (
+        torch.load(path, weights_only=True)["optimizer_states"][0]
+        for path in (tmp_path / "whole.ckpt", tmp_path / "2" / "alone" / "checkpoints" / "step=6.ckpt")
+    )
+    assert {**own["param_groups"][0], "params": 0} == {**expected["param_groups"][0], "params": 0}
+    states = {number: state for number, state in expected["state"].items() if state}  # folders have no empty ones
+    compared = tree_map(partial(torch.testing.assert_close, rtol=0, atol=1e-9), own["state"], states)
+    assert len(compared) == len(states) > 0

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 from experts import DividedExperts, Experts
+from preconditioned import PRECONDITIONED
 
 BATCH = 2
 LENGTH = 16
@@ -53,6 +54,7 @@ SETTINGS: dict[str, Any] = {
     "eps": 1e-8,  # of AdamW
     "own": "",  # whether the LightningModule has parameters of its own: "whole", or "sharded"
     "muon": False,  # whether Muon updates the matrices, and the rest is frozen
+    "preconditioner": "",  # optimizer of whole matrices with other states, see `preconditioned`
     "groups": 1,  # of its parameters: 2: those with one dimension are decayed less
     "samples": 4096,
     "stream": None,  # options of a loader of an iterable data set, see `streamed.stream`; None: the data have an index
@@ -210,6 +212,8 @@ class Model(pl.LightningModule):
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(given, lr=1e-3, eps=self.settings["eps"])
         if self.settings["muon"]:
             optimizer = torch.optim.Muon(groups[0]["params"], lr=1e-3)
+        if self.settings["preconditioner"]:
+            optimizer = PRECONDITIONED[self.settings["preconditioner"]](parameters, lr=1e-3)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.99)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -2,8 +2,8 @@
 
 With a name that begins with "stream", the data are streams; the names of the process begin with "alone".
 ``options.json`` in the folder has the number of workers of a replica, if it is another one, a checkpoint to load, the
-run's further options, and whether the net has no batch norm, or the script no average of its own, and the
-arguments of `flip`.
+run's further options, and whether the net has no batch norm, or the script no average of its own, the name of an
+optimizer that needs whole matrices, with which the critic is not sharded, and the arguments of `flip`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from fsdp.preconditioned import PRECONDITIONED
 from loop.worker import EPOCHS, SAVED, Deaths, Numbers, Stream, write
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -67,13 +68,16 @@ class Models:
         shards: whether those that are trained are sharded.
         streams: whether they are evaluated on streams.
         norm: of the net.
+        critic: whether the critic is sharded, too.
     """
 
-    def __init__(self, run: unicron.Run, *, shards: bool, streams: bool, norm: type[nn.Module]) -> None:
+    def __init__(
+        self, run: unicron.Run, *, shards: bool, streams: bool, norm: type[nn.Module], critic: bool = True
+    ) -> None:
         self.data = Stream() if streams else Numbers()
         self.net, self.critic, self.teacher = Net(norm), nn.Linear(4, 1), nn.Linear(4, 1)
         self.teacher.requires_grad_(False)
-        for module in (self.net.layers[3], self.net, self.critic) if shards else ():
+        for module in (self.net.layers[3], self.net, *([self.critic] if critic else [])) if shards else ():
             fully_shard(module, mesh=run.mesh)
         run.register(net=self.net, critic=self.critic, teacher=self.teacher)
 
@@ -196,10 +200,13 @@ def main(folder: Path, name: str) -> None:
     run = started(out, shards, options.get("run", {}), streams=streams)
     deaths = Deaths(folder, run, options.get("workers", WORKERS))
     norm = nn.BatchNorm1d if options.get("batch_norm", True) else nn.LayerNorm
-    models = Models(run, shards=shards is not None, streams=streams, norm=norm)
+    whole_updates = options.get("whole_updates", "")
+    models = Models(run, shards=shards is not None, streams=streams, norm=norm, critic=not whole_updates)
     if shards and "flips" in options:
         flip(run, models.net.layers[0], **options["flips"])
-    optimizer = torch.optim.AdamW(models.net.parameters(), lr=0.01, eps=1e-3)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(models.net.parameters(), lr=0.01, eps=1e-3)
+    if whole_updates:
+        optimizer = PRECONDITIONED[whole_updates](models.net.parameters(), lr=0.01, eps=1e-1)
     judge = torch.optim.SGD(models.critic.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     average = Average(models.net)
@@ -211,11 +218,11 @@ def main(folder: Path, name: str) -> None:
     result: dict[str, Any] = {"losses": {}, "evaluated": {}, "refused": "", "shards": run.mesh.size() if shards else 1}
     for step in run.steps(max_epochs=EPOCHS):
         deaths.wait()
-        found = step.run(models.loss)
+        found = step.run(models.loss, max_norm=0.3 if whole_updates else None)
         deaths.at("body")
         if shards and step.number == SAVED:
             result["refused"] = refusal(lambda: nn.utils.clip_grad_norm_(models.net.parameters(), 1.0))
-        norm = step.clip_grad_norm_(0.3)
+        norm = 0.0 if whole_updates else step.clip_grad_norm_(0.3)
         optimizer.step()
         schedule.step()
         average.add()

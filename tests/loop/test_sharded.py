@@ -261,6 +261,23 @@ class AtStep:
             self.done = self._action(started)
 
 
+@pytest.mark.parametrize(
+    ("name", "history"),
+    [
+        ("shampoo", [(1, 2, "update"), (2, 4, "updated"), (0, 6, "commit"), (3, 8, "body"), (0, 1, "exchange")]),
+        pytest.param("soap", [(0, 2, "updated"), (3, 5, "update"), (-1, SAVED + 2, "update")], marks=pytest.mark.chaos),
+    ],
+)
+def test_deaths_in_updates_of_whole_matrices(name: str, history: list[tuple[int, int, str]], world: Site) -> None:
+    """The other model of the loop is not sharded; after the death of all workers states in memory are continued."""
+    options, folder = {"whole_updates": name}, world.folder / f"single-{name}"
+    folder.mkdir()
+    (folder / "options.json").write_text(json.dumps(options))
+    alone = single(world, folder, MODULE)
+    for each in run(world, f"whole-{name}", history, run=KINDS["memory"], **options):
+        check(each, alone)
+
+
 def test_a_node_leaves_and_another_one_joins(world: Site, alone: dict[str, Any]) -> None:
     def leave(started: World) -> bool:
         started.replace(1, signal.SIGTERM)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp.preconditioned import Rotated, TwoFactors
 from loop.test_run import DATA
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Muon
 
 from unicron_lightning import Run
 from unicron_lightning.errors import ConfigError
@@ -98,6 +100,34 @@ def test_mixed_precision_gathers_in_bfloat16_and_steps_in_float32(make: Make, tm
     assert {each.dtype for each in made.model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("update", [Muon, TwoFactors, Rotated])
+def test_updates_of_whole_matrices_are_those_of_whole_models(update: Any, make: Make, tmp_path: Path) -> None:
+    """Beside a parameter that is not sharded, and with a schedule."""
+    found: list[Setup] = []
+    for shards in (True, False):
+        torch.set_default_dtype(torch.float64)
+        made = make(tmp_path / f"{shards}", shards=shards)
+        shift = nn.Linear(2, 1, bias=False)
+        whole = [each for each in (*made.model.parameters(), *shift.parameters()) if each.dim() == 2]
+        other = update(whole, lr=0.02)
+        schedule = torch.optim.lr_scheduler.StepLR(other, 2, 0.5)
+        made.run.register(other=other, shift=shift, schedule=schedule)
+
+        def loss(batch: Any, made: Setup = made, shift: nn.Module = shift) -> torch.Tensor:
+            return nn.functional.mse_loss(made.model(batch[0].double()) + shift(batch[0].double()), batch[1].double())
+
+        for step in made.run.steps(6):
+            step.run(loss, max_norm=0.3)
+            other.step()
+            schedule.step()
+        found.append(made)
+        torch.set_default_dtype(torch.float32)
+    saved = [torch.load(made.run.save(tmp_path / f"{n}.ckpt"), weights_only=True) for n, made in enumerate(found)]
+    for name in ("model", "shift"):
+        for key, value in saved[0][name].items():
+            torch.testing.assert_close(value, saved[1][name][key], rtol=0, atol=1e-12)
+
+
 def test_the_norm_is_that_of_the_present_gradients(make: Make) -> None:
     made = make()
     for step in made.run.steps(1):
@@ -116,29 +146,42 @@ def stepping(act: Callable[[Setup, Any], Any]) -> Callable[[Setup], None]:
     return body
 
 
-def dense(made: Setup) -> None:
-    made.run.register(other=torch.optim.SGD(made.teacher.parameters(), lr=1.0))
-    made.run.steps(1)
-
-
 def scaled(made: Setup) -> None:
     made.run.register(scaler=torch.amp.GradScaler("cpu"))
     made.run.steps(1)
 
 
-class Shampoo(torch.optim.SGD):
-    """An optimizer that has the name of one that gathers parameters."""
-
-
-def gathering(made: Setup) -> None:
-    made.run.register(other=Shampoo(made.model.parameters(), lr=1.0))
+def several(made: Setup) -> None:
+    made.run.register(other=torch.optim.LBFGS(made.model.parameters()))
     made.run.steps(1)
 
 
+def staged(act: Callable[[Setup, Any, Any], Any]) -> Callable[[Setup], None]:
+    """With an optimizer whose update is computed in step.run()."""
+
+    def body(made: Setup) -> None:
+        other = TwoFactors(made.model.parameters())
+        made.run.register(other=other)
+        for step in made.run.steps(2):
+            step.run(made.loss, max_norm=0.5)
+            act(made, step, other)
+            other.step()
+
+    return body
+
+
+def doubled(made: Setup, *_: Any) -> None:
+    for each in made.model.parameters():
+        assert each.grad is not None
+        each.grad.mul_(2)
+
+
 MISTAKES: dict[str, tuple[Callable[[Setup], Any], str]] = {
-    "dense": (dense, "'teacher.weight' of an optimizer is not sharded"),
     "scaler": (scaled, "a GradScaler in a run with shard_size"),
-    "gathering": (gathering, "Shampoo needs whole parameters"),
+    "several": (several, "LBFGS needs all parameters at once"),
+    "clipped later": (staged(lambda made, step, _: step.clip_grad_norm_(0.5)), r"expected step.run.*max_norm=0.5"),
+    "changed": (staged(doubled), "has changed gradients, from which TwoFactors"),
+    "another rate": (staged(lambda made, step, other: other.param_groups[0].update(lr=1.0)), "changed the settings"),
     "norm": (
         stepping(lambda made, step: (step.run(made.loss), step.clip_grad_norm_(1.0, norm_type=1.0))),
         r"norm_type=1.0\) with shard_size: expected 2.0",

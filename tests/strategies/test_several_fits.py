@@ -49,6 +49,8 @@ def plain(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         ([2, 13, 0], {"fits": 2, **SHARDED}),
         ([3, 22, 3], {"fits": 3, "evaluates": "after", **SHARDED}),
         ([1, 9, 2], {"fits": 2, **SHARDED}),  # as above
+        ([2, 3, 1], {"fits": 3, "evaluates": True, **SHARDED, "same": False}),
+        ([1, 3, 2], {"fits": 2, **SHARDED, "same": False}),
     ],
 )
 def test_a_kill_in_each_fit(kill: list[int], settings: dict[str, Any], tmp_path: Path) -> None:

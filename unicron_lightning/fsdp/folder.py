@@ -1,14 +1,16 @@
 """The state of a sharded model: whole tensors from the shards of a replica, and back, and folders with its shards.
 
 Each worker's part of a tensor is one block of it (`mesh.region`): a range of rows, and with tensor parallelism perhaps
-of columns. In a folder (`checkpoints.index`) each worker writes its own part. To read a part needs no communication.
-Workers must share the file system.
+of columns. An optimizer's state may be nested, and have tensors of another shape than the parameter's, such as the
+factors of Shampoo, of which each lane has some rows. In a folder (`checkpoints.index`) each worker writes its own part.
+To read a part needs no communication. Workers must share the file system.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from unicron_lightning.checkpoints import files
 from unicron_lightning.checkpoints.files import MODEL, by_name, by_number
@@ -60,10 +63,27 @@ def whole_optimizer(shards: Sequence[dict[str, Any]], optimizer: Optimizer) -> d
     """
     parameters = _parameters_of(optimizer)
 
-    def whole(key: int, name: str, value: Any) -> Any:
-        return _whole([each["state"][key][name] for each in shards], parameters[int(key)]) if _divided(value) else value
+    def whole(key: int, value: Any, *others: Any) -> Any:
+        parts, parameter = [value, *others], parameters[int(key)]
+        if _is_part(value):
+            return _whole([each[_PART] for each in parts], with_local_shard(parameter, value[_PART], value[_SHAPE]))
+        return _whole(parts, parameter) if has_elements(value) else value
 
-    return with_values(shards[0], whole)
+    return with_values(shards[0], whole, *shards[1:])
+
+
+def optimizer_shard(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state dict with this worker's parts of its tensors."""
+    parameters = _parameters_of(optimizer)
+
+    def own(key: int, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        part = local_shard(value.detach())
+        other = isinstance(value, DTensor) and value.shape != parameters[int(key)].shape
+        return {_PART: part, _SHAPE: [*value.shape]} if other else part
+
+    return with_values(optimizer.state_dict(), own)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -74,20 +94,28 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, whole: boo
     """Load a state dict with whole tensors, or with this worker's parts of them."""
     parameters = _parameters_of(optimizer)
 
-    def own(key: int, _name: str, value: Any) -> Any:
-        if not _divided(value):
-            return value
+    def own(key: int, value: Any) -> Any:
         parameter = parameters[int(key)]
-        return with_local_shard(parameter, shard_of(value, parameter) if whole else local_shard(value))
+        if _is_part(value):
+            return with_local_shard(parameter, value[_PART], value[_SHAPE])
+        if not has_elements(value) or isinstance(value, DTensor):
+            return value
+        return state_shard(parameter, value) if whole else with_local_shard(parameter, value)
 
     optimizer.load_state_dict(with_values(state, own))
     keep_types(optimizer, state)
 
 
-def with_values(state: Mapping[str, Any], change: Callable[[int, str, Any], Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with other values: ``change`` gets a parameter's number, a name, and a value."""
+def with_values(state: Mapping[str, Any], change: Callable[..., Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with other values.
+
+    Args:
+        state: the state dict.
+        change: gets a parameter's number, a value that is not nested, and those at the same place of the others.
+        others: further state dicts.
+    """
     entries = {
-        key: {name: change(key, name, value) for name, value in values.items()}
+        key: tree_map(partial(change, key), values, *(each["state"][key] for each in others), is_leaf=_is_part)
         for key, values in state["state"].items()
     }
     return {"state": entries, "param_groups": state["param_groups"]}
@@ -98,9 +126,23 @@ def shard_of(whole: Tensor, tensor: Tensor) -> Tensor:
     return whole[region(tensor)] if isinstance(tensor, DTensor) else whole
 
 
-def _divided(value: Any) -> bool:
-    """Whether an entry of an optimizer's state has a value for each element of its parameter."""
+def state_shard(parameter: Tensor, whole: Tensor) -> Tensor:
+    """This worker's shard of a tensor of a parameter's state."""
+    like = with_local_shard(parameter, whole[:0], whole.shape)
+    return with_local_shard(parameter, shard_of(whole, like), whole.shape)
+
+
+def has_elements(value: Any) -> bool:
+    """Whether a value of an optimizer's state is a tensor to divide."""
     return isinstance(value, Tensor) and value.dim() > 0
+
+
+_PART, _SHAPE = "unicron_part", "unicron_shape"
+"""Keys of this worker's part of a tensor that has not the shape of its parameter, and of the whole's shape."""
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {_PART, _SHAPE}
 
 
 def _whole(parts: Sequence[Tensor], tensor: Tensor) -> Tensor:
@@ -145,17 +187,23 @@ def read_optimizer_part(folder: Path, module: nn.Module) -> dict[str, Any]:
     The optimizer may not have its groups yet: `load_optimizer_part` gives them to it.
     """
     parameters, known = module.state_dict(keep_vars=True), StoredFolder(folder)
+    made: dict[int, Tensor] = {}
 
     def make(name: str, place: Sequence[str | int]) -> HeldTensor:
         entry, about = known.entries[name], parameters.get(str(place[2])) if place[1] == "state" else None
         size, dtype = tuple(entry.size), entry.properties.dtype
-        if isinstance(about, DTensor) and entry.size == about.shape and size:
-            piece = _own_piece(HeldTensor.of(name, about))
-            return replace(piece, data=torch.empty_like(piece.data, dtype=dtype))
-        return HeldTensor.of(name, torch.empty(size, dtype=dtype))
+        if not isinstance(about, DTensor) or not size:
+            return HeldTensor.of(name, torch.empty(size, dtype=dtype))
+        like = with_local_shard(about, local_shard(about)[:0], size)
+        assert isinstance(like, DTensor)
+        block = region(like)
+        data = torch.empty([each.stop - each.start for each in block], dtype=dtype, device=local_shard(about).device)
+        made[id(data)] = with_local_shard(about, data, size)
+        return HeldTensor(name, data, size, tuple(each.start for each in block))
 
     own: dict[str, Any] = known.read(lambda place: place[0] == OPTIMIZER, make).get(OPTIMIZER, {})
-    return own
+    divided: dict[str, Any] = tree_map(lambda value: made.get(id(value), value), own)
+    return divided
 
 
 def load_optimizer_part(own: Mapping[str, Any], module: nn.Module, optimizer: Optimizer) -> None:

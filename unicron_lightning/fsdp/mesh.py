@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
@@ -31,10 +30,6 @@ SLICES = "tensor_parallel"
 """Name of its other dimension there, the last one."""
 _numbers = itertools.count()
 """Numbers of the process groups that were made in this process."""
-_GATHERING: Final = ("Muon", "Shampoo", "DistributedShampoo", "SOAP", "LBFGS")
-"""Optimizers that need whole parameters, or several evaluations of the loss; for those whose state has the shape of
-their parameters the strategy has a way to update whole parameters (`whole_updates`).
-"""
 
 
 class ShardGroup(ProcessGroup):
@@ -301,20 +296,6 @@ def check_norms(module: nn.Module) -> None:
         )
 
 
-def check_sharded_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers that need whole parameters.
-
-    Raises:
-        ConfigError: naming the class.
-    """
-    name = type(optimizer).__name__
-    if name in _GATHERING:
-        raise ConfigError(
-            f"{name} needs whole parameters, of which each worker has a shard; expected an optimizer that works on "
-            "each element, such as AdamW or SGD"
-        )
-
-
 def reset_after_exception(module: nn.Module) -> None:
     """Give sharded modules their sharded parameters back after an exception in a forward or backward.
 
@@ -482,13 +463,23 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def with_local_shard(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A tensor that is divided as another one is, of which this worker holds ``part``."""
+def with_local_shard(tensor: torch.Tensor, part: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+    """A tensor that is divided as another one is, of which this worker holds ``part``.
+
+    Args:
+        tensor: the other one.
+        part: this worker's.
+        shape: of the whole, e.g. of an optimizer's state. If it is another one, the lanes have some rows each.
+    """
     if not isinstance(tensor, DTensor):
         return part
-    return DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    mesh, placements, stride = tensor.device_mesh, tensor.placements, tensor.stride()
+    if shape is not None and torch.Size(shape) != tensor.shape:
+        names = mesh.mesh_dim_names or (SHARDS,)
+        placements = tuple(Shard(0) if name == SHARDS else Replicate() for name in names)
+        stride = torch.empty(shape, device="meta").stride()
+    size = tensor.shape if shape is None else torch.Size(shape)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def local_shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

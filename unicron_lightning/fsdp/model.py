@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from unicron_lightning.fsdp.folder import load_optimizer, with_values
+from unicron_lightning.fsdp.folder import load_optimizer, optimizer_shard
 from unicron_lightning.fsdp.gradients import ExactShardedGradients, ShardedGradients
 from unicron_lightning.fsdp.mesh import (
     ShardGroup,
@@ -131,7 +131,7 @@ class FsdpShard:
         loaded: called when the state of another worker has been loaded, as in the middle of a step.
         fits: number of the script's ``fit`` calls so far, each with a new optimizer.
         grad_norm: of the last finalized gradients of the optimizer's parameters over all shards, before clipping.
-        whole: updates whole matrices of the optimizer before the commit; None: it works on each element.
+        updates: of whole matrices before the commit, by name; those of the optimizers that do not work on each element.
     """
 
     keeper = None
@@ -152,7 +152,7 @@ class FsdpShard:
         self.fits = 0
         self.device = device
         self.grad_norm = 0.0
-        self.whole: WholeUpdates | None = None
+        self.updates: dict[str, WholeUpdates] = {}
         self.loaded: Callable[[], None] = lambda: None
         self.gradients = (ExactShardedGradients if exact else ShardedGradients)(list(root.parameters()), device)
         self.accelerator = accelerator
@@ -208,7 +208,7 @@ class FsdpShard:
     def begin_fit(self, optimizer: Optimizer, *, whole: bool = False) -> None:
         """Begin a ``fit`` with a new optimizer, which may need whole parameters."""
         self.optimizer, self.fits = optimizer, self.fits + 1
-        self.whole = WholeUpdates(optimizer, self.group) if whole else None
+        self.updates = {"optimizer": WholeUpdates(optimizer, self.group)} if whole else {}
 
     def shard(self) -> dict[str, torch.Tensor]:
         """Return this worker's parts of the parameters, by name."""
@@ -241,25 +241,25 @@ class FsdpShard:
     @property
     def stages(self) -> bool:
         """Whether the update communicates, and so is staged before the commit."""
-        return self.whole is not None
+        return bool(self.updates)
 
     def stage(self) -> None:
-        """Compute an update that communicates; parameters and states stay as they are."""
-        assert self.whole is not None
-        self.whole.stage()
+        """Compute updates that communicate; parameters and states stay as they are."""
+        for each in self.updates.values():
+            each.stage()
 
     def update(self) -> None:
         """Step the optimizer on this worker's shards, or take what was staged, without communication."""
         assert self.optimizer is not None
-        if self.whole is None:
+        if not self.updates:
             self.optimizer.step()
-        else:
-            self.whole.apply()
+        for each in self.updates.values():
+            each.apply()
 
     # ---- state
 
     def unify(self) -> None:
-        """Give all replicas the first one's parameters and buffers, and a replica's workers what they have in common."""
+        """Give all replicas the first one's parameters and buffers, and its workers what they have in common."""
         peers, lane = self.gradients.peers, self.group.lane
         with torch.no_grad():
             for tensor in (*self.root.parameters(), *self.root.buffers()):
@@ -297,8 +297,8 @@ class FsdpShard:
 
     def load_plain(self, state: Mapping[str, Any]) -> None:
         """Load the `plain_state` of a worker of this shard in an earlier life."""
-        if self.whole is not None:
-            self.whole.discard()
+        for each in self.updates.values():
+            each.discard()
         with torch.no_grad():
             own = local_shards([*self.root.parameters(), *self.root.buffers()])
             for tensor, value in zip(own, state["tensors"], strict=True):
@@ -313,12 +313,3 @@ class FsdpShard:
 
     def _optimizer_state(self) -> dict[str, Any]:
         return {} if self.optimizer is None else optimizer_shard(self.optimizer)
-
-
-def optimizer_shard(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state with this worker's parts of its tensors."""
-
-    def own(_key: int, _name: str, value: Any) -> Any:
-        return local_shard(value.detach()) if isinstance(value, torch.Tensor) else value
-
-    return with_values(optimizer.state_dict(), own)

@@ -1,4 +1,4 @@
-"""Updates that need whole matrices, such as Muon's, of a model whose workers hold shards.
+"""Updates that need whole matrices, such as those of Muon, Shampoo and SOAP, of a model whose workers hold shards.
 
 Each matrix has an owner among the shards of a replica. Before the commit of a step the owners receive the shards of
 gradients, parameters and states of their matrices, run the script's optimizer on whole tensors, and send each shard its
@@ -7,14 +7,17 @@ worker that returns from a failed update has lost nothing, and the update is com
 values are copied, without communication.
 
 The owners compute what one process computes, so the result does not depend on the number of shards. States stay
-divided as the parameters, so checkpoints, joiners and other numbers of shards need nothing else.
+divided: as the parameters, or, if their tensors have another shape, by rows among the lanes. So checkpoints, joiners
+and other numbers of shards need nothing else.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -22,8 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon, Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.fsdp.folder import has_elements, state_shard
 from unicron_lightning.fsdp.mesh import ShardGroup, holds_first, local_shard, region, with_local_shard
 from unicron_lightning.worker import codec
 
@@ -32,10 +37,10 @@ ROUND_BYTES: Final = 1 << 26
 
 
 def needs_whole(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's update needs whole parameters, and its state has the shape of its parameters.
+    """Whether an optimizer's update needs whole parameters.
 
-    These are Muon, classes with that in their names, such as one that updates other parameters by AdamW, and classes
-    that say so themselves by the attribute ``needs_whole_parameters``.
+    These are Muon, classes with that in their names, such as one that updates other parameters by AdamW, and those that
+    have the attribute ``needs_whole_parameters``, of the class or of the object.
     """
     named = any("muon" in each.__name__.lower() for each in type(optimizer).__mro__)
     return bool(getattr(optimizer, "needs_whole_parameters", isinstance(optimizer, Muon) or named))
@@ -48,14 +53,12 @@ class _Staged:
     Attributes:
         parameter: as the optimizer has it.
         value: this worker's part.
-        state: parts of tensors of the parameter's shape, by name.
-        scalars: the other entries of the state.
+        state: its state, divided.
     """
 
     parameter: nn.Parameter
     value: Tensor
-    state: Mapping[str, Tensor]
-    scalars: Mapping[str, Any]
+    state: Mapping[str, Any]
 
 
 class WholeUpdates:
@@ -74,36 +77,94 @@ class WholeUpdates:
         self._optimizer = optimizer
         self._group = group
         self._staged: list[_Staged] = []
+        self._settings: list[dict[str, Any]] = []
+        """What the update changes in the optimizer's groups, such as a number of steps."""
+        self._before: list[dict[str, Any]] = []
+        """Settings of the groups with which the update was computed."""
+        self._handed: list[Tensor] = []
+        """Parts of gradients that the script gets after the update."""
+        self._norms: Sequence[Tensor] = []
+        """Of these, which must not change; operations on FSDP2's tensors do not count as versions."""
+        for parameter, state in optimizer.state.items():  # of its constructor, which may have made whole tensors
+            state.update(tree_map(partial(_shard_of, parameter), dict(state)))
 
     @torch.no_grad()
     def stage(self) -> None:
         """Compute the update; a collective of the replica.
 
         Raises:
-            ConfigError: the optimizer has state that is neither of the shape of a parameter nor a scalar.
+            ConfigError: the optimizer's state is no plain data.
             RuntimeError: the connections are closed.
         """
-        self._staged = []
+        self.discard()
+        self._settings = [{} for _ in self._optimizer.param_groups]
+        self._before = [copy.deepcopy(_settings_of(group)) for group in self._optimizer.param_groups]
         for parameters, owners in self._rounds():
             self._staged += self._update(parameters, owners)
 
     @torch.no_grad()
     def apply(self) -> None:
         """Take the staged values, after the commit."""
-        staged, self._staged = self._staged, []
-        for each in staged:
-            parameter, own = each.parameter, self._optimizer.state[each.parameter]
-            local_shard(parameter).copy_(each.value)
-            for name, part in each.state.items():
-                if name in own:
-                    local_shard(own[name]).copy_(part)
-                else:
-                    own[name] = with_local_shard(parameter, part)
-            own.update(each.scalars)
+        for each in self._staged:
+            local_shard(each.parameter).copy_(each.value)
+            own = self._optimizer.state[each.parameter]
+            own.clear()
+            own.update(each.state)
+        for group, changed in zip(self._optimizer.param_groups, self._settings, strict=False):  # a spare has none
+            group.update(changed)
+        self.discard()
 
     def discard(self) -> None:
         """Drop the staged values: the state of another worker is loaded."""
-        self._staged = []
+        self._staged, self._settings, self._before = [], [], []
+
+    def step_by(self, optimizer: Optimizer, taken: Callable[[], None]) -> None:
+        """Let the optimizer's own ``step`` run its closure and take the new values; ``taken`` is called then."""
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            output = None if closure is None else closure()
+            self.check_unchanged()
+            taken()
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            return output
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # of a schedule, which has seen its own
+        optimizer.step = step  # type: ignore[method-assign]
+
+    def hand(self) -> None:
+        """Remember the gradients that the script gets."""
+        self._handed = self._gradients()
+        self._norms = torch._foreach_norm(self._handed) if self._handed else []
+
+    def check_unchanged(self) -> None:
+        """Refuse a script that has changed gradients or settings since the update was computed, before the commit.
+
+        Raises:
+            ConfigError: a gradient or a setting is another one.
+        """
+        if not self._handed:
+            return  # no update
+        now, handed, name = self._gradients(), self._handed, type(self._optimizer).__name__
+        self._handed = []
+        pairs = zip(torch._foreach_norm(now) if now else [], self._norms, strict=len(now) == len(handed))
+        equal = all(torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True) for one, other in pairs)
+        if len(now) != len(handed) or not equal:
+            raise ConfigError(
+                f"a hook, or the script, has changed gradients, from which {name} has computed its update before the "
+                "commit of the step; expected Trainer(gradient_clip_val=...), step.run(..., max_norm=...), or a change "
+                "of the loss"
+            )
+        groups = [_settings_of(group) for group in self._optimizer.param_groups]
+        changed = [_changed(before, after) for before, after in zip(self._before, groups, strict=False)]
+        if any(changed):
+            raise ConfigError(
+                f"a hook, or the script, has changed the settings {changed} of {name} after its update was computed, "
+                "before the commit of the step; expected a change before the step, or after the optimizer's step"
+            )
+
+    def _gradients(self) -> list[Tensor]:
+        members = (each for group in self._optimizer.param_groups for each in group["params"])
+        return [local_shard(each.grad) for each in members if each.grad is not None]
 
     def _rounds(self) -> Iterator[tuple[list[nn.Parameter], list[int]]]:
         """Yield parameters with gradients and the shards that own them, the same on all shards."""
@@ -125,93 +186,112 @@ class WholeUpdates:
 
     def _update(self, parameters: Sequence[nn.Parameter], owners: Sequence[int]) -> Iterator[_Staged]:
         shards, shard = self._group.size(), self._group.rank()
-        state = self._optimizer.state
-        divided = [_divided(self._optimizer, each, state.get(each, {})) for each in parameters]
         sent: list[list[Tensor]] = [[] for _ in range(shards)]
-        for each, owner, names in zip(parameters, owners, divided, strict=True):
-            assert each.grad is not None and isinstance(each, DTensor), "all parameters are sharded"
-            if not holds_first(each):
-                continue  # another worker of the lane has the same part
-            values = (self.prepared(local_shard(each.grad)), local_shard(each))
-            sent[owner] += [*values, *(local_shard(state[each][name]) for name in names)]
+        for each, owner in zip(parameters, owners, strict=True):
+            assert each.grad is not None
+            parts: list[tuple[Tensor, Tensor]] = [(each, self.prepared(local_shard(each.grad)))]
+            parts += [(tensor, local_shard(tensor)) for tensor in (each, *self._tensors(each))]
+            sent[owner] += [part for tensor, part in parts if _sends(tensor, shard)]  # others of the lane have the same
         own = [number for number, owner in enumerate(owners) if owner == shard]
-        dtypes = [_dtypes(parameters[number], state, divided[number]) for number in own]
+        kinds = [kind for number in own for kind in self._kinds(parameters[number])]
         expected = [
-            [(_part(parameters[number], source), dtype) for number, kinds in zip(own, dtypes, strict=True)
-             if _sends(parameters[number], source) for dtype in kinds]
+            [(_part(tensor, source), dtype) for tensor, dtype in kinds if _sends(tensor, source)]
             for source in range(shards)
         ]  # fmt: skip
         received = [iter(parts) for parts in self._exchange(sent, expected)]
         whole = []
-        for number, kinds in zip(own, dtypes, strict=True):
-            parameter = parameters[number]
-            made = [torch.empty(parameter.shape, dtype=dtype, device=local_shard(parameter).device) for dtype in kinds]
+        for tensor, dtype in kinds:
+            made = torch.empty(tensor.shape, dtype=dtype, device=local_shard(tensor).device)
             for source in range(shards):
-                for tensor in made if _sends(parameter, source) else ():
-                    tensor[_block(parameter, source)] = next(received[source])
-            whole += made
-        return self._send_back(parameters, owners, self._step(parameters, own, divided, iter(whole)))
+                if _sends(tensor, source):
+                    made[_block(tensor, source)] = next(received[source])
+            whole.append(made)
+        return self._send_back(parameters, owners, *self._step(parameters, own, iter(whole)))
+
+    def _tensors(self, parameter: Tensor) -> list[Tensor]:
+        """Return the tensors of a parameter's state that are divided."""
+        return [each for each in tree_leaves(dict(self._optimizer.state.get(parameter, {}))) if has_elements(each)]
+
+    def _kinds(self, parameter: Tensor) -> list[tuple[Tensor, torch.dtype]]:
+        """Return what an owner receives: gradient, value and state, each as a tensor of that division, and its type."""
+        assert parameter.grad is not None
+        state = [(each, each.dtype) for each in self._tensors(parameter)]
+        return [(parameter, parameter.grad.dtype), (parameter, parameter.dtype), *state]
 
     def _step(
-        self,
-        parameters: Sequence[nn.Parameter],
-        own: Sequence[int],
-        divided: Sequence[list[str]],
-        whole: Iterator[Tensor],
-    ) -> dict[int, tuple[nn.Parameter, dict[str, Any]]]:
-        """Run the optimizer on whole tensors; return the new values with their states, by number of the parameter."""
+        self, parameters: Sequence[nn.Parameter], own: Sequence[int], whole: Iterator[Tensor]
+    ) -> tuple[dict[int, tuple[nn.Parameter, dict[str, Any]]], list[dict[str, Any]]]:
+        """Run the optimizer on whole tensors.
+
+        Returns:
+            The new values with their states, by number of the parameter, and what has changed in each group.
+        """
         optimizer, state = self._optimizer, self._optimizer.state
         made: dict[int, nn.Parameter] = {}
         states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for number in own:
             gradient, value = next(whole), nn.Parameter(next(whole))
             value.grad, made[number] = gradient, value
-            copied = {name: _copy(each) for name, each in state.get(parameters[number], {}).items()}
-            states[value] = {**copied, **{name: next(whole) for name in divided[number]}}
+            states[value] = tree_map(
+                lambda each: next(whole) if has_elements(each) else copy.deepcopy(each),
+                dict(state.get(parameters[number], {})),
+            )
         numbers = {id(each): number for number, each in enumerate(parameters)}
-        groups = [(group, group["params"]) for group in optimizer.param_groups]
+        groups = [(group, {**group}) for group in optimizer.param_groups]
         try:
             optimizer.state = states
-            for group, members in groups:
-                group["params"] = [made[numbers[id(each)]] for each in members if numbers.get(id(each)) in made]
+            for group, kept in groups:
+                group.update(copy.deepcopy(_settings_of(kept)))
+                group["params"] = [made[numbers[id(each)]] for each in kept["params"] if numbers.get(id(each)) in made]
             type(optimizer).step(optimizer)  # not that of the instance, which a schedule may have wrapped
+            settings = [_changed(kept, _settings_of(group)) for group, kept in groups]
         finally:
             optimizer.state = state
-            for group, members in groups:
-                group["params"] = members
-        return {number: (value, dict(states[value])) for number, value in made.items()}
+            for group, kept in groups:
+                group.clear()
+                group.update(kept)
+        return {number: (value, dict(states[value])) for number, value in made.items()}, settings
 
     def _send_back(
         self, parameters: Sequence[nn.Parameter], owners: Sequence[int],
-        made: Mapping[int, tuple[nn.Parameter, dict[str, Any]]],
+        made: Mapping[int, tuple[nn.Parameter, dict[str, Any]]], settings: Sequence[Mapping[str, Any]],
     ) -> Iterator[_Staged]:  # fmt: skip
         """Give each shard its parts of the new values."""
         shards, shard = self._group.size(), self._group.rank()
         sent: list[list[Tensor]] = [[] for _ in range(shards)]
         words = {}
         for number, (value, state) in made.items():
-            names = _divided(self._optimizer, value, state)
-            words[number] = [
-                [[name, str(state[name].dtype).removeprefix("torch.")] for name in names],
-                {name: each for name, each in state.items() if name not in names},
-            ]
-            tensors: list[Tensor] = [value, *(state[name] for name in names)]
+            words[number] = tree_map(_described, state)
+            tensors = [value.detach(), *(each for each in tree_leaves(state) if has_elements(each))]
             for target in range(shards):
-                sent[target] += [tensor.detach()[_block(parameters[number], target)] for tensor in tensors]
+                sent[target] += [each[_block(_like(parameters[number], each.shape), target)] for each in tensors]
         told: dict[int, Any] = {}
-        for word in self._group.share(codec.encode([*words.items()])):
-            told.update((number, each) for number, each in codec.decode(word))
+        for word in self._group.share(self._encoded([[*words.items()], settings])):
+            found, changed = codec.decode(word)
+            told.update(found)
+            for known, new in zip(self._settings, changed, strict=True):
+                known.update(new)
         expected: list[list[tuple[torch.Size, torch.dtype]]] = [[] for _ in range(shards)]
         for number, owner in enumerate(owners):
-            size = _part(parameters[number], shard)
-            kinds = [parameters[number].dtype, *(getattr(torch, dtype) for _, dtype in told[number][0])]
-            expected[owner] += [(size, kind) for kind in kinds]
+            parameter = parameters[number]
+            expected[owner].append((_part(parameter, shard), parameter.dtype))
+            for each in filter(_is_description, tree_leaves(told[number], is_leaf=_is_description)):
+                expected[owner].append((_part(_like(parameter, each[_SHAPE]), shard), each[_DTYPE]))
         received = [iter(parts) for parts in self._exchange(sent, expected)]
+
+        def taken(whole: Tensor, parts: Iterator[Tensor], each: Any) -> Any:
+            return with_local_shard(whole, next(parts), each[_SHAPE]) if _is_description(each) else each
+
         for number, owner in enumerate(owners):
-            names, scalars = told[number]
-            part = next(received[owner])
-            parts = {name: next(received[owner]) for name, _ in names}
-            yield _Staged(parameters[number], part, parts, scalars)
+            part, take = next(received[owner]), partial(taken, parameters[number], received[owner])
+            yield _Staged(parameters[number], part, tree_map(take, told[number], is_leaf=_is_description))
+
+    def _encoded(self, words: Any) -> bytes:
+        try:
+            return codec.encode(words)
+        except codec.NotPlainData as error:
+            name = type(self._optimizer).__qualname__
+            raise ConfigError(f"the state of the optimizer {name} cannot be divided among shards: {error}") from error
 
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[tuple[torch.Size, torch.dtype]]]
@@ -231,52 +311,58 @@ class WholeUpdates:
         ]  # fmt: skip
 
 
-def _divided(optimizer: Optimizer, parameter: Tensor, state: Mapping[str, Any]) -> list[str]:
-    """Return the names of a state's tensors that have the shape of its parameter, in order.
-
-    Raises:
-        ConfigError: others are no scalars.
-    """
-    names = []
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
-            names.append(name)
-        elif not isinstance(value, int | float | str | type(None)) and not (
-            isinstance(value, Tensor) and value.dim() == 0
-        ):
-            raise ConfigError(
-                f"{type(optimizer).__name__} keeps {name!r} of another shape than the parameter's in its state, which "
-                "cannot be divided among the shards; expected an optimizer such as torch.optim.Muon or AdamW"
-            )
-    return sorted(names)
+_SHAPE, _DTYPE = "unicron_shape", "unicron_dtype"
+"""Keys of what describes a tensor of a state to the other shards."""
 
 
-def _dtypes(parameter: Tensor, state: Mapping[Any, Any], names: Sequence[str]) -> list[torch.dtype]:
-    """Return the types of a parameter's gradient, its value, and the named tensors of its state."""
-    assert parameter.grad is not None
-    return [parameter.grad.dtype, parameter.dtype, *(state[parameter][name].dtype for name in names)]
+def _described(value: Any) -> Any:
+    return {_SHAPE: [*value.shape], _DTYPE: value.dtype} if has_elements(value) else value
 
 
-def _copy(value: Any) -> Any:
-    """Return a scalar of the state that the optimizer may change in place; tensors of a shape are replaced."""
-    return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
+def _is_description(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {_SHAPE, _DTYPE}
 
 
-def _block(parameter: Tensor, shard: int) -> tuple[slice, ...]:
-    """Return the place of a shard's part in a parameter."""
-    assert isinstance(parameter, DTensor)
-    return region(parameter, shard)
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
-def _part(parameter: Tensor, shard: int) -> torch.Size:
-    """Return the shape of a shard's part of a parameter."""
-    return torch.Size([each.stop - each.start for each in _block(parameter, shard)])
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that an update has changed; a hook may change others before they are taken."""
+
+    def equal(one: Any, other: Any) -> bool:
+        return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+    return {name: each for name, each in after.items() if name not in before or not equal(each, before[name])}
 
 
-def _sends(parameter: Tensor, shard: int) -> bool:
-    """Whether a shard sends its part of a parameter to the owner, as the first one that holds it."""
-    assert isinstance(parameter, DTensor)
-    return holds_first(parameter, shard)
+def _shard_of(parameter: Tensor, value: Any) -> Any:
+    """Return this worker's shard of a tensor of a parameter's state."""
+    return state_shard(parameter, value) if has_elements(value) and not isinstance(value, DTensor) else value
+
+
+def _like(parameter: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor that is divided as one of this shape of a parameter's state."""
+    return (
+        with_local_shard(parameter, torch.empty(0, dtype=parameter.dtype), shape)
+        if isinstance(parameter, DTensor)
+        else torch.empty(shape, device="meta")
+    )
+
+
+def _block(tensor: Tensor, shard: int) -> tuple[slice, ...]:
+    """Return the place of a shard's part in a tensor."""
+    return region(tensor, shard) if isinstance(tensor, DTensor) else tuple(slice(0, size) for size in tensor.shape)
+
+
+def _part(tensor: Tensor, shard: int) -> torch.Size:
+    """Return the shape of a shard's part of a tensor."""
+    return torch.Size([each.stop - each.start for each in _block(tensor, shard)])
+
+
+def _sends(tensor: Tensor, shard: int) -> bool:
+    """Whether a shard sends its part of a tensor to the owner, as the first one that holds it."""
+    return holds_first(tensor, shard) if isinstance(tensor, DTensor) else shard == 0
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class LoopStep:
         """Whether this is the last step of its data epoch; of streams it is known once `run` has returned."""
         return self._data.is_last(self._batch) if self._ends_epoch is None else self._ends_epoch
 
-    def run(self, function: Callable[[Any], Any]) -> Any:
+    def run(self, function: Callable[[Any], Any], *, max_norm: float | None = None) -> Any:
         """Run forward and backward of all micro-batches of the step, over all ranks and through failures.
 
         Afterwards each trained parameter's ``grad`` is that of the mean loss of the global batch, the same on all
@@ -74,6 +74,8 @@ class LoopStep:
             function: given a micro-batch as the data loader yields it, returns its loss, a scalar tensor; or a mapping
                 with the loss as "loss", and further scalars. It is called for each micro-batch of this rank, and for
                 those of lost ranks: what it does beside gradients and the models' buffers is not undone.
+            max_norm: the gradients are clipped to this norm; with an optimizer that needs whole parameters of sharded
+                models, this takes the place of `clip_grad_norm_`.
 
         Returns:
             The mean over the micro-batches, the same on all ranks: float64 tensors without a graph, in the function's
@@ -83,7 +85,9 @@ class LoopStep:
             ConfigError: the function returned no loss, or called ``backward`` itself.
         """
         call, self._calls = self._calls, self._calls + 1
-        found = self._of("run").run(self._batch, function, call)
+        steps = self._of("run")
+        steps.max_norm = max_norm
+        found = steps.run(self._batch, function, call)
         self._logged = {LOSS: float(found[LOSS] if isinstance(found, dict) else found)}
         return found
 
@@ -95,6 +99,11 @@ class LoopStep:
         steps = self._of("clip_grad_norm_")
         if not self._calls:
             raise ConfigError(f"step.clip_grad_norm_({max_norm}): there are no gradients before step.run()")
+        if steps.stages:
+            raise ConfigError(
+                f"step.clip_grad_norm_({max_norm}) with an optimizer that needs whole parameters, whose update is "
+                f"computed in step.run(); expected step.run(function, max_norm={max_norm})"
+            )
         return steps.clip(max_norm, norm_type)
 
     def log(self, **values: float | Tensor) -> None:
@@ -138,7 +147,12 @@ class LoopSteps:
     Attributes:
         run_of: as above.
         layouts: agreements on the sums of the first call of `LoopStep.run` in a step, the second one, etc.
+        max_norm: to which the present call clips gradients.
+        stages: whether `run` computes updates.
     """
+
+    max_norm: float | None = None
+    stages = False
 
     def __init__(self, run: Run, bucket_bytes: int, *, overlap: bool, reproducible: bool = False) -> None:
         self.run_of = run
@@ -168,6 +182,8 @@ class LoopSteps:
         assert loss is not None, "each micro-batch has a loss"
         self._effects.norms.commit(len(batch.micro_batches))
         self._install(operation, used)
+        if self.max_norm is not None:
+            self.clip(self.max_norm, 2.0)
         if call == 0:
             self._reports.finished(engine, operation, loss, batch.num_samples())
         engine.activity.enter("hooks")

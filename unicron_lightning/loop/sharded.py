@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from unicron_lightning import environ
@@ -31,14 +31,16 @@ from unicron_lightning.fsdp.folder import (
     held_part,
     load_optimizer,
     load_parameters,
+    optimizer_shard,
     whole_optimizer,
     whole_parameters,
 )
 from unicron_lightning.fsdp.gradients import clip_shards
 from unicron_lightning.fsdp.holder import ShardHolder
-from unicron_lightning.fsdp.mesh import check_norms, check_sharded_optimizer, reshard, shard_mesh, sum_gradients
-from unicron_lightning.fsdp.model import FsdpShard, accelerator_for, optimizer_shard
+from unicron_lightning.fsdp.mesh import check_norms, reshard, shard_mesh, sum_gradients
+from unicron_lightning.fsdp.model import FsdpShard, accelerator_for
 from unicron_lightning.fsdp.rows import StepRows, number_of_rows
+from unicron_lightning.fsdp.whole_updates import WholeUpdates, needs_whole
 from unicron_lightning.loop.evaluation import LoopPass, encode_values
 from unicron_lightning.loop.loop_steps import BACKWARD, FunctionCalls, LoopSteps
 from unicron_lightning.loop.models import WholeModels
@@ -141,12 +143,17 @@ class ShardedModels(WholeModels):
             return
         module, device = self.registered.module, self._run.device
         sum_gradients(module)
-        for parameter in self.registered.divided():
-            parameter.register_post_accumulate_grad_hook(self._refuse)
-        for name, optimizer in self.registered.optimizers.items():
-            optimizer.register_step_post_hook(partial(self._stepped, name))
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._refuse)
         accelerator = accelerator_for(device, lambda: self._run.engine.check())
         model = LoopShard(self.registered, self._group, device=device, accelerator=accelerator, exact=self._exact)
+        for name, optimizer in self.registered.optimizers.items():
+            if needs_whole(optimizer):
+                model.updates[name] = WholeUpdates(optimizer, self._group)
+                model.updates[name].step_by(optimizer, partial(self._take, name))
+            else:
+                optimizer.register_step_post_hook(partial(self._stepped, name))
         self.holder.hold(model, self._micro_batches)
 
     @override
@@ -255,6 +262,10 @@ class ShardedModels(WholeModels):
     def _stepped(self, name: str, *_: Any) -> None:
         self.due.discard(name)
 
+    def _take(self, name: str) -> None:
+        self.shard.updates[name].apply()
+        self._stepped(name)
+
     def _refuse(self, _: Tensor) -> None:
         if self.refusal:
             raise ConfigError(self.refusal)
@@ -296,13 +307,10 @@ class ShardedObjects(RegisteredObjects):
             )
         named = {id(each): name for name, each in self.module.named_parameters()}
         for optimizer in self.optimizers.values():
-            check_sharded_optimizer(optimizer)
-            for each in _parameters_of(optimizer):
-                if not isinstance(each, DTensor):
-                    raise ConfigError(
-                        f"the parameter {named[id(each)]!r} of an optimizer is not sharded; expected "
-                        "fully_shard(module, mesh=run.mesh) before the optimizer is made"
-                    )
+            if isinstance(optimizer, LBFGS):
+                raise ConfigError(
+                    "LBFGS needs all parameters at once, of which each worker has a shard; expected AdamW"
+                )
         for each in self.divided():
             assert isinstance(each, DTensor)
             if each.device_mesh != self._mesh or each.placements != (Shard(0),):
@@ -393,13 +401,18 @@ class ShardedLoopSteps(LoopSteps):
     @override
     def run(self, batch: GlobalBatch, function: Callable[[Any], Any], call: int) -> Any:
         with self._models.communicating():
-            return super().run(batch, function, call)
+            found = super().run(batch, function, call)
+        for updates in self._models.shard.updates.values():
+            updates.hand()
+        return found
 
     @override
     def _operation(self, batch: GlobalBatch, function: Callable[[Any], Any], call: int) -> ReplicaStep[Any]:
         run, models, model = self.run_of, self._models, self._models.shard
         reshard(model.root)
         self._forget(model.root.parameters())
+        for each in model.updates.values():
+            each.prepared = self._clipped
         model.gradients.parameters = [parameter for _, parameter in self._registered.trained(anew=batch.step == 0)]
         effects = self._begin_effects()
         rows = StepRows(batch, models.holder.part, effects, self.layouts[call], run.engine.activity, model.gradients)
@@ -424,6 +437,18 @@ class ShardedLoopSteps(LoopSteps):
             self._models.due = {*self._registered.optimizers}
         else:
             self._forget(model.gradients.parameters)
+            for updates in model.updates.values():
+                updates.discard()
+
+    @property
+    @override
+    def stages(self) -> bool:  # type: ignore[override]
+        return self._models.shard.stages
+
+    def _clipped(self, gradient: Tensor) -> Tensor:
+        """Return a part of a gradient, clipped to `max_norm`."""
+        norm, most = self._models.shard.grad_norm, self.max_norm
+        return gradient if most is None else gradient * min(1.0, most / (norm + 1e-6))
 
     @override
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
