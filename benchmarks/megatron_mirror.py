@@ -43,7 +43,7 @@ def run(rank: int, folder: Path, name: str, steps: int) -> None:
     shim.install()
     plain.start(rank, WORLD, folder, name=f"groups-{name}")
     training = plain.build(toy.Toy(layers=4, hidden=512, length=64), zero1=True)
-    optimizer = ShardedOptimizer(training.ddp, training.optimizer)
+    optimizer = ShardedOptimizer([training.ddp], training.optimizer)
     mirror = Mirror(optimizer, Redundancy(**SETTINGS[name]))
     store = dist.FileStore(str(folder / f"mirror-{name}"), WORLD)
     mirror.join(GlooCommunicator(store, rank, WORLD, "127.0.0.1", timeout=timedelta(seconds=60)))

@@ -130,7 +130,7 @@ def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
             "DistributedDataParallelConfig(use_distributed_optimizer=True) with "
             "OptimizerConfig(use_distributed_optimizer=False): expected both or neither"
         )
-    _check_loss_scale(config, optimizer)
+    _check_loss_scale(optimizer)
     for owner, field, value in wanted:
         found = getattr(owner, field, value)
         if found != value and not (found is None or found is False):
@@ -140,18 +140,11 @@ def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
             )
 
 
-def _check_loss_scale(config: Any, optimizer: Any) -> None:
-    """Refuse a loss scale where it is ignored, or its state is not kept."""
-    scale, experts = optimizer.loss_scale, getattr(config, "num_moe_experts", None)
+def _check_loss_scale(optimizer: Any) -> None:
+    """Refuse a loss scale where it is ignored."""
+    scale = optimizer.loss_scale
     if scale is not None and not (optimizer.fp16 or optimizer.bf16):
         raise ConfigError(f"OptimizerConfig(loss_scale={scale!r}) is ignored in float32; expected None, or fp16=True")
-    if not optimizer.fp16 and scale is None:
-        return
-    setting = "OptimizerConfig(fp16=True)" if optimizer.fp16 else f"OptimizerConfig(loss_scale={scale!r})"
-    reason = "each of Megatron's optimizers would have a loss scale of its own"
-    _refuse_beside(setting, "num_moe_experts", experts, (None,), reason)
-    reason = "copies of shards have no loss scale"
-    _refuse_beside(setting, "use_distributed_optimizer", optimizer.use_distributed_optimizer, (False,), reason)
 
 
 def check_megatron_layout(config: Any, shape: Shape) -> None:
@@ -175,12 +168,11 @@ def check_megatron_layout(config: Any, shape: Shape) -> None:
             )
 
 
-def check_virtual_stages(config: Any, ddp: Any, shape: Shape, device: torch.device) -> None:
+def check_virtual_stages(config: Any, shape: Shape, device: torch.device) -> None:
     """Refuse settings beside virtual pipeline stages that are untested.
 
     Args:
         config: Megatron's `TransformerConfig`.
-        ddp: its `DistributedDataParallelConfig`.
         shape: of the present world.
         device: of the model.
 
@@ -193,7 +185,6 @@ def check_virtual_stages(config: Any, ddp: Any, shape: Shape, device: torch.devi
     untested = "failures of both together are untested"
     for name, found, expected, reason in (
         ("num_moe_experts", getattr(config, "num_moe_experts", None), None, untested),
-        ("use_distributed_optimizer", ddp.use_distributed_optimizer, False, "shards of several parts have no copies"),
         ("overlap_p2p_comm", config.overlap_p2p_comm, True if two else config.overlap_p2p_comm, _CONFUSED),
         ("batch_p2p_comm", config.batch_p2p_comm, not config.overlap_p2p_comm, "it contradicts overlap_p2p_comm"),
         ("accelerator", device.type, "cpu" if two else device.type, _WORLDWIDE),
@@ -201,12 +192,11 @@ def check_virtual_stages(config: Any, ddp: Any, shape: Shape, device: torch.devi
         _refuse_beside(f"virtual_pipeline_model_parallel_size={shape.virtual}", name, found, (expected,), reason)
 
 
-def check_context(config: Any, ddp: Any, shape: Shape) -> None:
+def check_context(config: Any, shape: Shape) -> None:
     """Refuse settings beside context parallelism that are untested.
 
     Args:
         config: Megatron's `TransformerConfig`.
-        ddp: its `DistributedDataParallelConfig`.
         shape: of the present world.
 
     Raises:
@@ -217,8 +207,6 @@ def check_context(config: Any, ddp: Any, shape: Shape) -> None:
     untested = "failures of both together are untested"
     for name, found, expected, reason in (
         ("num_moe_experts", getattr(config, "num_moe_experts", None), None, untested),
-        ("virtual_pipeline_model_parallel_size", shape.virtual, 1, untested),
-        ("use_distributed_optimizer", ddp.use_distributed_optimizer, False, "shards within a replica have no copies"),
         ("hierarchical_context_parallel_sizes", config.hierarchical_context_parallel_sizes, None, untested),
     ):
         _refuse_beside(f"context_parallel_size={shape.context}", name, found, (expected,), reason)

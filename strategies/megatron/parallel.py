@@ -531,8 +531,8 @@ def build_shard(
     check_megatron_config(config, ddp, optimizer)
     check_megatron_layout(config, grid)
     check_experts(config, grid)
-    check_virtual_stages(config, ddp, grid, next(model.parameters()).device)
-    check_context(config, ddp, grid)
+    check_virtual_stages(config, grid, next(model.parameters()).device)
+    check_context(config, grid)
     check_witness(witness_every, config)
     length = length or sequence_length(virtual_stages(model)[0])
     shard = ShardModel(

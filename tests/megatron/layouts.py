@@ -111,7 +111,7 @@ def save_beside(
     shard = str(parallel_state.get_tensor_model_parallel_rank() + tp * place)
     copies = None
     if zero1:
-        optimizer = ShardedOptimizer(training.ddp, training.optimizer)
+        optimizer = ShardedOptimizer([training.ddp], training.optimizer)
         pieces = optimizer.pieces
         data = torch.empty(ROWS, sum(map(len, pieces)))
         optimizer.read(data)

@@ -53,7 +53,9 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
     def forward_step(batches: Any, model: Any) -> Any:
         place, batch, weight = next(batches)
         virtual = next(number for number, ddp in enumerate(ddps) if ddp is model)
-        seed_micro_batch(1234, place, tensor, stage + settings["pp"] * (virtual + part), torch.device("cpu"))
+        seed_micro_batch(
+            1234, place, tensor, stage + settings["pp"] * (virtual + len(ddps) * part), torch.device("cpu")
+        )
         get_moe_layer_wise_logging_tracker().clear()
         output = toy.forward(model, batch)
         if options.experts and parallel_state.is_pipeline_last_stage():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from system.cluster import Cluster
 from system.healing import check, check_validation, healed
-from system.megatron import MODEL, SCRIPT, notes, train
+from system.megatron import MODEL, SCRIPT, ZERO1, notes, train
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -31,6 +31,11 @@ PARTS: dict[str, Any] = {
     "toy": {"double": True, "dropout": 0.1, "layers": 2},
     "optimizer": {"clip_grad": 0.0, "lr": 1e-3},
 }
+
+
+SHARDED = {**PARTS, **ZERO1, "optimizer": {**PARTS["optimizer"], **ZERO1["optimizer"]}}
+"""With the distributed optimizer, in float64 as by `doubled`."""
+VIRTUAL = {**PARTS, "pp": 2, "vpp": 2, "toy": {**PARTS["toy"], "layers": 4}, "validate": 2}
 
 
 def die(point: str, replica: int | None, shard: int, **where: Any) -> dict[str, Any]:
@@ -58,16 +63,35 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             die("committed", 0, 1, breaks=True),
         ],
     ),
+    "sharded": (
+        SHARDED,
+        [
+            die("forward", 0, 0, micro_batch=1),
+            die("updated", 1, 1),
+            # in the single replica that is left, which has the shards of both
+            die("reduce", 0, 1, at_once=True, breaks=True),
+            die("kept", 0, 1),
+            die("committed", 1, 0),
+        ],
+    ),
+    "virtual": (
+        VIRTUAL,
+        [
+            die("forward", 0, 1, micro_batch=2),
+            die("reduced", 1, 2),
+            die("validate", 0, 3, micro_batch=3),
+        ],
+    ),
 }
 IN_CI = ("parts",)
 
 
 @pytest.mark.chaos  # the kills below are compared with that run, too
-@pytest.mark.parametrize("stages", [1, 2])
-def test_without_failures_it_is_megatrons_own_run(stages: int, tmp_path: Path, worlds: Any) -> None:
-    model = {**PARTS, "pp": stages, "dp": 2 // stages}
-    settings = {**model, "steps": 6}
-    with Cluster(tmp_path, script=SCRIPT, agents=4, nodes="4:4", schedule=[], settings=settings) as cluster:
+@pytest.mark.parametrize("model", [PARTS, {**PARTS, "pp": 2, "dp": 1}, SHARDED, VIRTUAL])
+def test_without_failures_it_is_megatrons_own_run(model: dict[str, Any], tmp_path: Path, worlds: Any) -> None:
+    settings, workers = {**model, "steps": 6}, model["cp"] * model["pp"] * model["dp"]
+    nodes = f"{workers}:{workers}"
+    with Cluster(tmp_path, script=SCRIPT, agents=workers, nodes=nodes, schedule=[], settings=settings) as cluster:
         cluster.wait_end(200)
     check(tmp_path, model, worlds)
 
@@ -77,8 +101,13 @@ def test_without_failures_it_is_megatrons_own_run(stages: int, tmp_path: Path, w
 )
 def test_kills_heal(name: str, tmp_path: Path, worlds: Any) -> None:
     model, schedule = SCHEDULES[name]
-    settings = {**model, "steps": 6, "finish": True, "full": 4, "slow": 0.05}
-    with Cluster(tmp_path, script=SCRIPT, agents=5, nodes="3:4", schedule=schedule, settings=settings) as cluster:
+    full = model["cp"] * model["pp"] * model["dp"]
+    settings, nodes, agents = (
+        {**model, "steps": 6, "finish": True, "full": full, "slow": 0.05},
+        f"{full - 1}:{full}",
+        full + 1,
+    )
+    with Cluster(tmp_path, script=SCRIPT, agents=agents, nodes=nodes, schedule=schedule, settings=settings) as cluster:
         cluster.watch(lambda: healed(cluster, tmp_path, len(schedule)), "all faults, and their ends", 600, 100)
         (tmp_path / "finish").touch()
         cluster.wait_exit(150)

@@ -84,6 +84,21 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             die("commit", 0, 1),
         ],
     ),
+    "scaled shards": (
+        {
+            "pp": 2,
+            "toy": {"fp16": True},
+            "ddp": ZERO1["ddp"],
+            "optimizer": {**ZERO1["optimizer"], "initial_loss_scale": 2.0**24, "loss_scale_window": 2, "hysteresis": 1},
+        },
+        [
+            die("gate", 0, 1),
+            die("updated", 1, 0),  # others have changed the loss scale, and must return to the earlier one
+            die("kept", 0, 0),
+            die("committed", 1, 1),
+            die("updated", 0, 1),
+        ],
+    ),
     "zero1": (
         {"pp": 2, "stream": True, "validate": 4, **ZERO1},
         [

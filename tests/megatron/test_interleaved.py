@@ -11,7 +11,7 @@ import pytest
 import torch
 from system.cluster import Cluster
 from system.healing import check, check_validation, healed
-from system.megatron import MODEL, SCRIPT, train
+from system.megatron import MODEL, SCRIPT, ZERO1, train
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -60,6 +60,16 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             die("forward", 1, 0, micro_batch=4),  # in its second virtual stage
             die("reduced", 0, 1),
             die("committed", 1, 1),
+        ],
+    ),
+    "sharded": (
+        {**INTERLEAVED, **ZERO1, "stream": True, "validate": 4},
+        [
+            die("forward", 0, 0, from_step=3),
+            die("reduce", 1, 1),
+            die("updated", 0, 1),
+            die("kept", 1, 0),
+            die("commit", None, 0, at_once=True),  # the spare
         ],
     ),
 }

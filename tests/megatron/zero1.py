@@ -53,7 +53,7 @@ class Rank:
         redundancy = Redundancy(**options.pop("redundancy", {}))
         experts = {"experts": 4, "router": {"moe_token_dispatcher_type": "alltoall"}} if self.ep > 1 else {}
         self.training = plain.build(toy.Toy(bf16=options.pop("bf16", False), **experts), zero1=True, **options)
-        self.optimizer = ShardedOptimizer(self.training.ddp, self.training.optimizer)
+        self.optimizer = ShardedOptimizer([self.training.ddp], self.training.optimizer)
         self.mirror = Mirror(self.optimizer, redundancy)
         stage = parallel_state.get_pipeline_model_parallel_rank()
         place, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -110,7 +110,7 @@ def keep(optimizer: ShardedOptimizer, training: plain.Training, path: Path) -> N
     numbers = optimizer._numbers
     parameters = {numbers[each]: each.detach().clone() for each in training.ddp.module.parameters()}
     pieces = [(piece.parameter, piece.start, piece.stop) for piece in optimizer.pieces]
-    torch.save({"pieces": pieces, "data": data, "parameters": parameters, "steps": optimizer.steps}, path)
+    torch.save({"pieces": pieces, "data": data, "parameters": parameters, "steps": optimizer.counts}, path)
 
 
 def gone(pid: int) -> bool:
@@ -185,7 +185,7 @@ def grown(rank: int, world: int, folder: Path, *, founders: int) -> dict[str, An
     size = 1 if joins else founders
     plain.start(0 if joins else rank, size, folder, name=f"groups0{alone}")
     training = plain.build(toy.Toy(), zero1=True, seed=99 if joins else 1234)
-    mirror = Mirror(optimizer := ShardedOptimizer(training.ddp, training.optimizer), Redundancy(copies=0))
+    mirror = Mirror(optimizer := ShardedOptimizer([training.ddp], training.optimizer), Redundancy(copies=0))
     if not joins:
         mirror.join(exchange(folder, "mirror0", rank, founders))
         mirror.keep(0)
@@ -217,7 +217,7 @@ def laid_out(rank: int, world: int, folder: Path, **ddp_options: Any) -> bool:
     shim.install()
     plain.start(rank, world, folder)
     training = plain.build(toy.Toy(), zero1=True, **ddp_options)
-    optimizer = ShardedOptimizer(training.ddp, training.optimizer)
+    optimizer = ShardedOptimizer([training.ddp], training.optimizer)
     gradients = []
     interrupted = toy.forward(training.ddp, next(training.batches(range(1))))
     for _ in range(3):

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from unicron_lightning.checkpoints.index import StoredFolder
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint, HeldTensor, blocks, saved_bytes
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.sharded import FIELDS, ShardedOptimizer, initialize_state, parts_of
+from unicron_lightning.megatron.sharded import FIELDS, ShardedOptimizer, initialize_state, parameters_of, parts_of
 from unicron_lightning.replica.mirror import ROWS, Piece, Stored
 
 _SHARDING: Final = "fully_reshardable"
@@ -79,7 +79,7 @@ def held_checkpoint(
     if copies is None:
         state["optimizer"] = optimizer.sharded_state_dict(model, metadata=_content())
     else:
-        placed, parameters = _placed(model, _is_of_first_lane), [*ddps[0].module.parameters()]
+        placed, parameters = _placed(model, _is_of_first_lane), parameters_of(ddps)
         ranges = {
             name: [*_ranges(stored.holding.pieces, stored.data, parameters, placed)] for name, stored in copies.items()
         }
@@ -108,12 +108,12 @@ def load_folder(path: str | Path, ddps: Sequence[Any], optimizer: Any) -> None:
     model = _sharded(ddps)
     state: dict[str, Any] = {**model}
     ranges: list[HeldTensor] = []
-    shard = ShardedOptimizer(ddps[0], optimizer) if _are_distributed(parts) else None
+    shard = ShardedOptimizer(ddps, optimizer) if _are_distributed(parts) else None
     if shard is None:
         state["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True, metadata=_content())
     else:
         values = torch.zeros(ROWS, sum(map(len, shard.pieces)))
-        ranges += _ranges(shard.pieces, values, [*ddps[0].module.parameters()], _placed(model, lambda _: True))
+        ranges += _ranges(shard.pieces, values, parameters_of(ddps), _placed(model, lambda _: True))
     loaded = _read(stored, path, state, ranges, parts)
     for ddp, name in zip(ddps, model, strict=True):
         ddp.module.load_state_dict(loaded[name])
@@ -123,7 +123,7 @@ def load_folder(path: str | Path, ddps: Sequence[Any], optimizer: Any) -> None:
     for part in parts:
         _own_steps(part)
     if shard is not None:
-        shard.write(values, shard.steps)
+        shard.write(values, shard.counts)
 
 
 def _sharded(ddps: Sequence[Any]) -> dict[str, Any]:

@@ -91,9 +91,8 @@ class ShardModel:
         self.gradients = MainGradients(self.ddps, lanes * context, self.experts.reduce)
         self.keeper: ShardKeeper | None = None
         if redundancy is not None:
-            (ddp,) = self.ddps
-            known = parameter_groups(ddp, optimizer_config)
-            optimizer = ShardedOptimizer(ddp, self.optimizer, known)
+            known = parameter_groups(self.ddps, optimizer_config)
+            optimizer = ShardedOptimizer(self.ddps, self.optimizer, known)
             self.keeper = ShardKeeper(optimizer, self.gradients, redundancy)
         self._scalers = [part.grad_scaler for part in parts_of(self.optimizer) if getattr(part, "grad_scaler", None)]
         self._first_scales = self._scales()

@@ -57,17 +57,17 @@ HOLDERS_OF_BUFFERS: Final = (
 """Attributes of a DistributedOptimizer that would keep the old layout's memory alive."""
 
 
-def parameter_groups(ddp: Any, config: Any) -> dict[int, int]:
+def parameter_groups(ddps: Sequence[Any], config: Any) -> dict[int, int]:
     """Place of each parameter of a rank's model in its optimizer's ``param_groups``, whichever ranks hold pieces of it.
 
     Call it in the groups in which the optimizer is built: megatron-core aligns the places over the world.
 
     Args:
-        ddp: as for `ShardedOptimizer`.
+        ddps: as for `ShardedOptimizer`.
         config: megatron-core's `OptimizerConfig`.
     """
-    numbers, found = _numbers(ddp), {}
-    groups = _get_param_groups([ddp], config, None)
+    numbers, found = _numbers(ddps), {}
+    groups = _get_param_groups([*ddps], config, None)
     for of_experts in (False, True):  # whose optimizer has groups of its own
         own = [group for group in groups if group["is_expert_parallel"] is of_experts]
         found.update({numbers[parameter]: place for place, group in enumerate(own) for parameter in group["params"]})
@@ -111,7 +111,7 @@ class ShardedOptimizer:
     lane, so that each element of all lanes has a name, and the ranks of all lanes mirror and restore them together.
 
     Args:
-        ddp: the `DistributedDataParallel` module passed to `get_megatron_optimizer`.
+        ddps: the `DistributedDataParallel` modules passed to `get_megatron_optimizer`, one for each part of the model.
         optimizer: its result.
         groups: `parameter_groups`; without it, only parameters with a piece on this rank are known.
 
@@ -119,14 +119,15 @@ class ShardedOptimizer:
         ConfigError: this kind of optimizer is not supported.
     """
 
-    def __init__(self, ddp: Any, optimizer: Any, groups: Mapping[int, int] | None = None) -> None:
-        self._ddp = ddp
+    def __init__(self, ddps: Sequence[Any], optimizer: Any, groups: Mapping[int, int] | None = None) -> None:
+        self._ddps = ddps
         self._optimizers: list[Any] = parts_of(optimizer)
-        _check_supported(ddp, self._optimizers)
-        self._parameters: list[nn.Parameter] = [*ddp.module.parameters()]
-        self._numbers = _numbers(ddp)
+        _check_supported(ddps[0], self._optimizers)
+        self._parameters = parameters_of(ddps)
+        self._numbers = _numbers(ddps)
         self._known_groups = dict(groups or {})
-        self.lanes = parallel_state.get_expert_model_parallel_world_size()
+        self._lanes = parallel_state.get_expert_model_parallel_world_size()
+        self.columns = self._lanes * parallel_state.get_context_parallel_world_size()
         for each in self._optimizers:
             initialize_state(each)
 
@@ -142,7 +143,7 @@ class ShardedOptimizer:
         return tuple(
             Piece(number + count * lane, 0, parameter.numel())
             for number, parameter in enumerate(self._parameters)
-            for lane in range(self.lanes if _is_experts(parameter) else 1)
+            for lane in range(self._lanes if _is_experts(parameter) else 1)
             if parameter.requires_grad
         )
 
@@ -160,13 +161,14 @@ class ShardedOptimizer:
         return {**self._known_groups, **{self._numbers[parameter]: index for parameter, (index, _) in found}}
 
     @property
-    def steps(self) -> float:
-        """Steps that Adam has counted, for its bias correction."""
-        return max(_steps(each.optimizer) for each in self._optimizers)
+    def counts(self) -> tuple[float, ...]:
+        """Steps that Adam has counted, for its bias correction, and the state of the loss scale, if there is one."""
+        scales = self._optimizers[0].grad_scaler.state_dict() if self._optimizers[0].grad_scaler else {}
+        return max(_steps(each.optimizer) for each in self._optimizers), *map(float, scales.values())
 
     def name(self, parameter: int) -> str:
         """A parameter's name, for messages."""
-        names = [name for name, _ in self._ddp.module.named_parameters()]
+        names = [name for ddp in self._ddps for name, _ in ddp.module.named_parameters()]
         return str(names[parameter % len(names)])
 
     @torch.no_grad()
@@ -185,8 +187,8 @@ class ShardedOptimizer:
             position += stretch.size
 
     @torch.no_grad()
-    def write(self, source: Tensor, steps: float) -> None:
-        """Set the shard to a copy made by `read`, and this rank's part of the parameters to it."""
+    def write(self, source: Tensor, counts: Sequence[float]) -> None:
+        """Set the shard to a copy made by `read`, this rank's part of the parameters to it, and `counts`."""
         position = 0
         for optimizer, parameter, stretch in self._stretches():
             tensors = optimizer._get_main_param_and_optimizer_states(parameter)
@@ -194,12 +196,14 @@ class ShardedOptimizer:
                 tensors[field].view(-1).copy_(source[row, position : position + stretch.size])
             position += stretch.size
         for each in self._optimizers:
-            _set_steps(each.optimizer, steps)
+            _set_steps(each.optimizer, counts[0])
+            _set_scale(each.grad_scaler, counts[1:])
             each._copy_main_params_to_model_params()
 
     def gather_parameters(self) -> None:
         """Send every rank's part of the parameters to all that have them. A collective of the data-parallel groups."""
-        self._ddp.start_param_sync(force_sync=True)
+        for ddp in self._ddps:
+            ddp.start_param_sync(force_sync=True)
 
     def lay_out(self, groups: Mapping[int, int]) -> None:
         """Make new buffers and shards for the present groups of megatron-core's ``parallel_state``.
@@ -211,8 +215,7 @@ class ShardedOptimizer:
         Args:
             groups: `groups` of all ranks together.
         """
-        ddp = self._ddp
-        factor = ddp.buffers[0].buckets[0].gradient_scaling_factor
+        factor = self._ddps[0].buffers[0].buckets[0].gradient_scaling_factor
         gradients: dict[Any, Tensor] = {p: p.main_grad.to("cpu", copy=True) for p in self._trained()}
         for optimizer in self._optimizers:
             optimizer.optimizer.state.clear()
@@ -220,12 +223,13 @@ class ShardedOptimizer:
                 group["params"] = []  # in fp32 these are views, whose graphs would keep the old layout's hooks alive
             for name in HOLDERS_OF_BUFFERS:
                 getattr(optimizer, name).clear()
-        _take_apart(ddp)
-        training = ddp.training
-        type(ddp).__init__(ddp, ddp.config, ddp.ddp_config, ddp.module, disable_bucketing=False)
-        ddp.training = training  # not of the model: in an evaluation it has a mode of its own
-        for bucket in _buckets(ddp):
-            bucket.gradient_scaling_factor = factor
+        for number, ddp in enumerate(self._ddps):
+            _take_apart(ddp)
+            training = ddp.training
+            type(ddp).__init__(ddp, ddp.config, ddp.ddp_config, ddp.module, disable_bucketing=number > 0)
+            ddp.training = training  # not of the model: in an evaluation it has a mode of its own
+            for bucket in _buckets(ddp):
+                bucket.gradient_scaling_factor = factor
         for optimizer, of_experts in zip(self._optimizers, (False, True), strict=False):
             self._lay_out_optimizer(optimizer, groups, of_experts=of_experts)
         for parameter, gradient in gradients.items():
@@ -237,16 +241,17 @@ class ShardedOptimizer:
         for index, group in enumerate(adam.param_groups):
             group["params"] = [parameter for parameter, place in own if place == index]
         with_gloo = optimizer.data_parallel_group_gloo is not None
-        found = ProcessGroupCollection.setup_process_groups_for_optimizer(None, [self._ddp], with_gloo)
+        found = ProcessGroupCollection.setup_process_groups_for_optimizer(None, [*self._ddps], with_gloo)
         over = "intra_expt_dp_group" if of_experts else "intra_dp_cp_group"
+        kind = "expert_parallel_buffers" if of_experts else "buffers"
         type(optimizer).__init__(
             optimizer,
             adam,
             optimizer.config,
             optimizer.grad_scaler,
             optimizer.init_state_fn,
-            model_chunks=[self._ddp],
-            per_model_buffers={0: self._ddp.expert_parallel_buffers if of_experts else self._ddp.buffers},
+            model_chunks=[*self._ddps],
+            per_model_buffers={number: getattr(ddp, kind) for number, ddp in enumerate(self._ddps)},
             data_parallel_group=found[over],
             data_parallel_group_gloo=found[f"{over}_gloo"],
             data_parallel_group_idx=optimizer.data_parallel_group_idx,
@@ -272,9 +277,14 @@ def _is_experts(parameter: nn.Parameter) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def _numbers(ddp: Any) -> dict[nn.Parameter, int]:
+def parameters_of(ddps: Sequence[Any]) -> list[nn.Parameter]:
+    """Return a rank's parameters in the order of their numbers."""
+    return [parameter for ddp in ddps for parameter in ddp.module.parameters()]
+
+
+def _numbers(ddps: Sequence[Any]) -> dict[nn.Parameter, int]:
     """Number a rank's parameters, see `ShardedOptimizer`."""
-    parameters = [*ddp.module.parameters()]
+    parameters = parameters_of(ddps)
     first = len(parameters) * parallel_state.get_expert_model_parallel_rank()
     return {each: number + (first if _is_experts(each) else 0) for number, each in enumerate(parameters)}
 
@@ -287,14 +297,13 @@ def _check_supported(ddp: Any, optimizers: Sequence[Any]) -> None:
         "use_distributed_optimizer=False": not config.use_distributed_optimizer,
         "use_precision_aware_optimizer=True": config.use_precision_aware_optimizer,
         "optimizer_cpu_offload=True": config.optimizer_cpu_offload,
-        "fp16=True": config.fp16,
         "use_megatron_fsdp=True": ddp.ddp_config.use_megatron_fsdp,
         "num_distributed_optimizer_instances>1": ddp.ddp_config.num_distributed_optimizer_instances > 1,
         f"optimizer={config.optimizer!r}": config.optimizer != "adam",
     }
     if found := [name for name, is_so in refused.items() if is_so]:
         raise ConfigError(f"{', '.join(found)}: optimizer shards can be mirrored and moved only without; expected Adam "
-                          "with use_distributed_optimizer=True in fp32 or bf16")  # fmt: skip
+                          "with use_distributed_optimizer=True")  # fmt: skip
 
 
 def _steps(adam: Any) -> float:
@@ -312,6 +321,14 @@ def _set_steps(adam: Any, steps: float) -> None:
     for state in adam.state.values():
         if "step" in state:
             state["step"].fill_(steps)
+
+
+def _set_scale(scaler: Any, values: Sequence[float]) -> None:
+    """Set the state of a loss scale; a constant one has none."""
+    if values:
+        old, (scale, *trackers) = scaler.state_dict(), values
+        new = [torch.full_like(old["scale"], scale), *map(int, trackers)]
+        scaler.load_state_dict(dict(zip(old, new, strict=True)))
 
 
 def _take_apart(ddp: Any) -> None:
@@ -399,12 +416,12 @@ class ShardKeeper:
         return Stored(holding=Holding(version=0, pieces=pieces), data=data, layout=0)
 
     def plain_state(self) -> dict[str, Any]:
-        """Return this worker's shard as plain data: its pieces, values as of `ShardedOptimizer.read`, and steps."""
+        """Return this worker's shard as plain data: its pieces, values as of `ShardedOptimizer.read`, and counts."""
         own = self.present()
         pieces = [[each.parameter, each.start, each.stop] for each in own.holding.pieces]
         ring = self.mirror.ring
         place = [ring.rank, len(ring.layouts)]
-        return {"pieces": pieces, "data": own.data, "steps": self._optimizer.steps, "place": place}
+        return {"pieces": pieces, "data": own.data, "counts": self._optimizer.counts, "place": place}
 
     def load_plain(self, states: Sequence[Mapping[str, Any]], version: int) -> None:
         """Load the parts of all workers that have had this shard, however many there are now. A collective of those
@@ -421,14 +438,14 @@ class ShardKeeper:
             )
             for state in states
         ]
-        run_released(lambda: self.mirror.load(stored, max(float(state["steps"]) for state in states)))
+        run_released(lambda: self.mirror.load(stored, max(tuple(state["counts"]) for state in states)))
         self.mirror.forget(version - 1)
         self.keep(version)
 
     def complete(self, states: Sequence[Mapping[str, Any]]) -> bool:
         """Whether there are the parts of all workers that have had this shard."""
         whole: int = states[0]["place"][1]
-        found: int = len({state["place"][0] for state in states}) * self._optimizer.lanes
+        found: int = len({state["place"][0] for state in states}) * self._optimizer.columns
         return found == whole
 
     def enter(self, engine: Engine, channels: Channels | None, version: int) -> None:

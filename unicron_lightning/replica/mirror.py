@@ -3,9 +3,10 @@
 With the distributed optimizer (ZeRO-1) each data-parallel rank of a stage owns a *shard*: ranges of the flattened
 parameters with their main values and moments. A *holding* is a copy of one shard after a number of optimizer steps, its
 *version*, in the host memory of its owner or of a rank that mirrors it. Shards do not depend on the group's size: a
-holding made among three ranks serves a group of two, or of four. If the lanes of a replica divide experts, the group
-has the ranks of all lanes, and its whole the experts of all of them; a shard's copies are at ranks of its own lane, in
-other replicas, since the ranks of a replica are lost together.
+holding made among three ranks serves a group of two, or of four. If a replica has several
+columns, lanes that divide experts or parts of sequences, the group has the ranks of all of them, and its whole the
+experts of all lanes; a shard's copies are at ranks of its own column, in other replicas, since the ranks of a replica
+are lost together.
 
 After each optimizer step and before its commit (`Mirror.keep`) a rank copies its shard into host memory and sends it
 to its holders. Every buffer exists twice, so that one of two successive versions is complete at any moment. After a
@@ -184,7 +185,7 @@ class Exchange(EpochCollectives, Protocol):
 class MirroredOptimizer(Protocol):
     """A rank's shard of an optimizer that is spread over a group, as `megatron.sharded.ShardedOptimizer` is."""
 
-    lanes: int
+    columns: int
     """Successive ranks of the group that belong to one replica."""
 
     @property
@@ -196,10 +197,10 @@ class MirroredOptimizer(Protocol):
     @property
     def groups(self) -> dict[int, int]: ...
     @property
-    def steps(self) -> float: ...
+    def counts(self) -> tuple[float, ...]: ...
     def name(self, parameter: int) -> str: ...
     def read(self, target: Tensor) -> None: ...
-    def write(self, source: Tensor, steps: float) -> None: ...
+    def write(self, source: Tensor, counts: Sequence[float]) -> None: ...
     def gather_parameters(self) -> None: ...
     def lay_out(self, groups: Mapping[int, int]) -> None: ...
 
@@ -223,8 +224,8 @@ class HoldingsReport(msgspec.Struct, frozen=True, kw_only=True):
     """A member's report to the others of the group."""
 
     holdings: tuple[Holding, ...]
-    steps: dict[int, float]
-    """Adam's count of steps, by version."""
+    counts: dict[int, tuple[float, ...]]
+    """Adam's count of steps, and the state of a loss scale, by version."""
     pieces: tuple[Piece, ...]
     """Its shard in its present layout."""
     groups: dict[int, int]
@@ -294,7 +295,7 @@ class Mirror:
         self.place = place
         self._stored: list[Stored] = []
         self._layout = 0
-        self._steps: dict[int, float] = {}
+        self._counts: dict[int, tuple[float, ...]] = {}
         self._groups: dict[int, int] = {}
         self._surveyed: list[HoldingsReport] = []
         self._ring: Ring | None = None
@@ -400,18 +401,18 @@ class Mirror:
         held = [report.holdings for report in self._surveyed]
         if version not in versions(held, self._optimizer.whole):
             raise ShardsLost(f"version {version} of the optimizer's state cannot be restored: {self.lost() or held}")
-        steps = max(report.steps.get(version, 0.0) for report in self._surveyed)
+        counts = max(report.counts.get(version, ()) for report in self._surveyed)
         groups = {number: group for report in self._surveyed for number, group in report.groups.items()}
         self._optimizer.lay_out(groups)
         layouts = [report.pieces for report in self._gather(exchange, ())]
         data = self._fetch(exchange, version, self._stored, held, layouts)  # the stored list is the reported one
-        self._optimizer.write(data, steps)
+        self._optimizer.write(data, counts)
         self._optimizer.gather_parameters()
         self._groups = groups
         self._stored = [stored for stored in self._stored if stored.holding.version == version]
         self._arrange(layouts, [report.place for report in self._surveyed])
 
-    def load(self, stored: Sequence[Stored], steps: float) -> None:
+    def load(self, stored: Sequence[Stored], counts: Sequence[float]) -> None:
         """Fill the optimizer with copies of one version that the members have from elsewhere. A collective of the
         group; call `keep` after it.
         """
@@ -420,14 +421,14 @@ class Mirror:
         reports = self._gather(exchange, tuple(each.holding for each in stored))
         held, layouts = [report.holdings for report in reports], [report.pieces for report in reports]
         data = self._fetch(exchange, stored[0].holding.version, stored, held, layouts)
-        self._optimizer.write(data, steps)
+        self._optimizer.write(data, counts)
         self._optimizer.gather_parameters()
 
     def _gather(self, exchange: Exchange | SoloCommunicator, holdings: tuple[Holding, ...]) -> list[HoldingsReport]:
         self._exchange = exchange
         mine = HoldingsReport(
             holdings=holdings,
-            steps=self._steps,
+            counts=self._counts,
             pieces=self._optimizer.pieces,
             groups={**self._groups, **self._optimizer.groups},
             place=self.place,
@@ -438,8 +439,8 @@ class Mirror:
     def _arrange(self, layouts: list[tuple[Piece, ...]], places: list[RackAndNode]) -> None:
         """Adopt a layout. Stored copies of older layouts stay until a version is complete in this one."""
         assert self._exchange is not None
-        ranks, copies, lanes = range(len(layouts)), self._redundancy.copies, self._optimizer.lanes
-        others = [following(ranks[rank % lanes :: lanes], rank // lanes) for rank in ranks]
+        ranks, copies, columns = range(len(layouts)), self._redundancy.copies, self._optimizer.columns
+        others = [following(ranks[rank % columns :: columns], rank // columns) for rank in ranks]
         chosen = [apart(rank, others[rank], places, copies, anywhere=True) for rank in ranks]
         rank, pinned = self._exchange.rank, self._optimizer.device.type == "cuda"
         ring = Ring(rank=rank, layouts=layouts, rounds=[list(holders) for holders in zip(*chosen, strict=True)])
@@ -468,7 +469,7 @@ class Mirror:
         newest = max((stored.holding.version for stored in self._stored), default=version)
         layout = max((stored.layout for stored in self._stored if stored.holding.version == newest), default=0)
         self._stored = [s for s in self._stored if (s.holding.version, s.layout) == (newest, layout)]
-        self._steps = {newest: self._steps.get(newest, 0.0), version: self._optimizer.steps}
+        self._counts = {newest: self._counts.get(newest, ()), version: self._optimizer.counts}
         slot = self._free_slot()
         self._optimizer.read(slot.own)
         if self._optimizer.device.type == "cuda":
