@@ -153,12 +153,14 @@ class StageBatches:
 
         An earlier stage has begun later micro-batches before it scales the routers' losses of one. Therefore a row in
         which some lane's micro-batch does not count is not in the pipeline together with others. A row that another
-        replica repeats is alone, too, since its gradients are compared.
+        replica repeats is alone, too, since its gradients are compared. Rows that are fewer than the interleaved
+        schedule takes are repeated, and those with experts equally often.
         """
-        own, piped = None if self.witness is None else self.witness.own, self._grid.shape.pipeline > 1
-        alone = {row for row in rows if row == own or (piped and not self.rows.is_complete(row))}
-        runs = groupby(rows, key=lambda row: row if row in alone else None)
-        return [list(run) for _, run in runs]
+        shape, own = self._grid.shape, None if self.witness is None else self.witness.own
+        alone = {row for row in rows if row == own or (shape.pipeline > 1 and not self.rows.is_complete(row))}
+        runs = [list(run) for _, run in groupby(rows, key=lambda row: row if row in alone else None)]
+        few = shape.pipeline if shape.virtual > 1 and self._grid.member.model.experts else 1
+        return [part for run in runs for part in ([run] if len(run) >= few else [[row] for row in run])]
 
     def forward(self, row: int, virtual: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Run a forward step; see `megatron.model.ForwardStep`."""

@@ -357,8 +357,7 @@ def _divided(chance: random.Random, script: Script) -> Script:
     elif layout:
         # Megatron has other groups of parameters where workers divide experts; the first one is not the same.
         hooks = tuple(each for each in script.hooks if each != "rate_at_start" or layout not in ("expert", "biased"))
-        zero = script.zero and layout not in ("context", "virtual")  # refused
-        script = replace(script, zero=zero, tied=script.tied and layout != "virtual", hooks=hooks)
+        script = replace(script, tied=script.tied and layout != "virtual", hooks=hooks)
     return script
 
 

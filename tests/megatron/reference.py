@@ -58,7 +58,7 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
         )
         get_moe_layer_wise_logging_tracker().clear()
         output = toy.forward(model, batch)
-        if options.experts and parallel_state.is_pipeline_last_stage():
+        if options.experts and parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual):
             balances.append(_balance())
         return output, lambda output: (toy.loss(output) * weight / parts, {})
 

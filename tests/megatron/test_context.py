@@ -144,19 +144,12 @@ def test_checkpoints_do_not_depend_on_the_number_of_parts(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("settings", "virtual", "zero1", "named"),
-    [
-        ({"num_moe_experts": 4}, 1, False, "num_moe_experts=4"),
-        ({}, 2, False, "virtual_pipeline_model_parallel_size=2"),
-        ({}, 1, True, "use_distributed_optimizer=True"),
-    ],
+    "settings",
+    [{"num_moe_experts": 4}, {"hierarchical_context_parallel_sizes": [1, 2]}],
 )
-def test_untested_settings_beside_parts_are_refused(
-    settings: dict[str, Any], virtual: int, zero1: bool, named: str
-) -> None:
+def test_untested_settings_beside_parts_are_refused(settings: dict[str, Any]) -> None:
     config = SimpleNamespace(**{"num_moe_experts": None, "hierarchical_context_parallel_sizes": None, **settings})
-    ddp = SimpleNamespace(use_distributed_optimizer=zero1)
-    shape = Shape(tensor=1, pipeline=2, context=2, virtual=virtual, replicas=2)
-    with pytest.raises(ConfigError, match=f"{named} with context_parallel_size=2: .*; expected"):
-        check_context(config, ddp, shape)
-    check_context(config, ddp, replace(shape, context=1))
+    shape = Shape(tensor=1, pipeline=2, context=2, replicas=2)
+    with pytest.raises(ConfigError, match=f"{[*settings][0]}=.* with context_parallel_size=2: .*; expected"):
+        check_context(config, shape)
+    check_context(config, replace(shape, context=1))

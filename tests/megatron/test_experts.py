@@ -70,6 +70,15 @@ SHARDED = model_of(BIASED, **ZERO1_EXPERTS, judged=21, validate=2)
 SHARDED["ddp"] = {**SHARDED["ddp"], "overlap_grad_reduce": True}
 SHARDED_SLICES = {**SLICED, **ZERO1_EXPERTS}
 SHARDED_STAGES = {**STAGED, **ZERO1_EXPERTS}
+VIRTUAL = {**STAGED, "vpp": 2, "toy": {**STAGED["toy"], "layers": 4}}
+SCALED = model_of(
+    {"moe_token_dispatcher_type": "allgather", "moe_aux_loss_coeff": 1e-2},
+    # the first steps overflow, since the losses are in float32, and later every third one or so
+    optimizer={**EXPERTS["optimizer"], "initial_loss_scale": 2.0**127, "loss_scale_window": 2, "hysteresis": 1},
+    ddp={"grad_reduce_in_fp32": False},
+)
+SCALED["toy"]["fp16"] = True
+"""With a loss scale, but in float64."""
 
 
 def die(point: str, replica: int | None, shard: int, **where: Any) -> dict[str, Any]:
@@ -156,6 +165,24 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             die("updated", 0, 2),
             die("reduced", 1, 1),
             die("kept", 0, 0),
+        ],
+    ),
+    "virtual": (
+        VIRTUAL,
+        [
+            die("forward", 0, 1, micro_batch=2),
+            die("validate", 1, 2, micro_batch=3),
+            die("reduced", 1, 3),
+            die("commit", 0, 0),
+        ],
+    ),
+    "scaled": (
+        SCALED,
+        [
+            die("gate", 0, 1),
+            die("commit", 1, 0),
+            die("committed", 0, 0),
+            die("reduced", 1, 1),
         ],
     ),
     "biased": (

@@ -147,7 +147,7 @@ class ShardModel:
         accumulate.
 
         Each micro-batch's loss is divided by ``divisor`` in the sum over the declared lanes, however many are run in
-        the call.
+        the call. With experts, fewer than the interleaved schedule takes must be one (`alone`).
 
         Args:
             forward: runs this stage, given the row.
@@ -157,15 +157,17 @@ class ShardModel:
             idle: rows whose micro-batch here does not count.
         """
         padded, _ = interleaving(len(rows), self.config) if len(self.ddps) > 1 else (len(rows), 0)
+        # With experts all runs of a call have one weight: other runs are between a run's forward and its backward,
+        # which takes the routers' losses with the weight of the latest.
+        runs = padded if self.experts else len(rows)
         # Megatron sums the gradients of a sequence's parts, whose losses are means over the parts
-        factor = padded * self._lanes / divisor / self._context
+        factor = padded * len(rows) / runs * self._lanes / divisor / self._context
 
         def step(places: Any, _: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             place, virtual = next(places)
             number = rows[min(place, len(rows) - 1)]
-            counts = place < len(rows) and number not in idle
-            weight = factor if counts else 0.0
-            self.experts.start_micro_batch(counts=counts)
+            weight = factor if place < runs and number not in idle else 0.0
+            self.experts.start_micro_batch(counts=place < len(rows) and number not in idle)
             output, loss = forward(number, virtual)
             self._scale = weight if self.experts else 1.0
 

@@ -38,7 +38,7 @@ class Toy:
         length: bytes of context.
         dropout: of attention and hidden activations alike.
         bf16: whether parameters and activations are in bf16, as in megatron-core's ``Float16Module``.
-        fp16: the same in fp16.
+        fp16: the same in fp16; with ``double`` only losses are scaled.
         tied: whether the output layer shares the embedding's weight.
         sequence_parallel: whether tensor parallelism splits activations along the sequence between its collectives.
         experts: of each layer; 0: dense layers.
@@ -62,9 +62,9 @@ class Toy:
     @property
     def dtype(self) -> torch.dtype:
         """Type of the parameters."""
-        if self.bf16 or self.fp16:
-            return torch.bfloat16 if self.bf16 else torch.float16
-        return torch.float64 if self.double else torch.float32
+        if self.double:
+            return torch.float64
+        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
 
 
 class SequenceParallelNorm(nn.LayerNorm):
@@ -189,7 +189,7 @@ def model(toy: Toy, transformer: TransformerConfig) -> nn.Module:
         )
         if toy.double:
             gpt.double()
-        wrapped: nn.Module = Float16Module(transformer, gpt) if toy.bf16 or toy.fp16 else gpt
+        wrapped: nn.Module = Float16Module(transformer, gpt) if toy.dtype.itemsize == 2 else gpt
         return wrapped
 
     return nn.ModuleList([stage(number) for number in range(virtual)]) if virtual else stage(None)
