@@ -256,12 +256,12 @@ def check_megatron_loader(loader: DataLoader[Any], replicas: int, size: int | No
     return own
 
 
-def check_validation_loader(loader: DataLoader[Any], *, equal: bool = False) -> None:
+def check_validation_loader(loader: DataLoader[Any], *, lanes: int = 1) -> None:
     """Refuse batches of unknown size; the last one of a pass may be smaller, but not that of a stream.
 
     Args:
         loader: of validation data.
-        equal: whether no batch may be smaller, as workers of a replica compute several together.
+        lanes: of a replica, which compute a batch each together; a round's rest is divided among all lanes.
 
     Raises:
         ConfigError: naming the alternative.
@@ -277,10 +277,10 @@ def check_validation_loader(loader: DataLoader[Any], *, equal: bool = False) -> 
         _check_stream(loader, "validation")
         return
     samples = len(loader.sampler)  # type: ignore[arg-type]
-    if equal and not loader.drop_last and samples % (loader.batch_size or 1):
+    if samples % lanes and not loader.drop_last:
         raise ConfigError(
-            f"the validation data ({samples} samples) is no multiple of batch_size={loader.batch_size}, so the last "
-            "batch would be smaller than those with which it shares experts: use DataLoader(drop_last=True)"
+            f"the validation data ({samples} samples) is no multiple of expert_model_parallel_size={lanes}, so one of "
+            "the last batches would be smaller than those with which it shares experts: use DataLoader(drop_last=True)"
         )
 
 

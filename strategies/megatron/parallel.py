@@ -315,7 +315,7 @@ class MegatronParallel(Parallelism):
         check_megatron_trainer(trainer)
 
     def _check_validation(self, loader: DataLoader[Any]) -> None:
-        check_validation_loader(loader, equal=self.shape.width > 1)
+        check_validation_loader(loader, lanes=self.shape.width)
 
     def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
         if control_of_process() is not None:

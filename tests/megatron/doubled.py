@@ -1,5 +1,6 @@
-"""Megatron's distributed optimizer, and the one with a loss scale, in float64, for tests: they refuse all types but three, and know float32 by name.
+"""Megatron's distributed optimizer, and that with a loss scale, in float64, for tests.
 
+They refuse all types but three, and know float32 by name.
 Copies of shards have torch's default type, so they are in float64, too.
 """
 

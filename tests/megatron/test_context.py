@@ -150,6 +150,6 @@ def test_checkpoints_do_not_depend_on_the_number_of_parts(tmp_path: Path) -> Non
 def test_untested_settings_beside_parts_are_refused(settings: dict[str, Any]) -> None:
     config = SimpleNamespace(**{"num_moe_experts": None, "hierarchical_context_parallel_sizes": None, **settings})
     shape = Shape(tensor=1, pipeline=2, context=2, replicas=2)
-    with pytest.raises(ConfigError, match=f"{[*settings][0]}=.* with context_parallel_size=2: .*; expected"):
+    with pytest.raises(ConfigError, match=f"{next(iter(settings))}=.* with context_parallel_size=2: .*; expected"):
         check_context(config, shape)
     check_context(config, replace(shape, context=1))

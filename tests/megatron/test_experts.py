@@ -36,7 +36,6 @@ OVERLAPPED = model_of(
         "moe_z_loss_coeff": 1e-3,
     },
     ddp={"overlap_grad_reduce": True},
-    judged=21,
     validate=2,
 )
 STREAMED = model_of({"moe_token_dispatcher_type": "allgather"}, stream=True)
@@ -64,8 +63,8 @@ BIASED = {
     "moe_router_enable_expert_bias": True,
     "moe_router_bias_update_rate": 1e-3,
 }
-STAGED = model_of(BIASED, pp=2, judged=21, validate=2)
-SHARDED = model_of(BIASED, **ZERO1_EXPERTS, judged=21, validate=2)
+STAGED = model_of(BIASED, pp=2, validate=2)
+SHARDED = model_of(BIASED, **ZERO1_EXPERTS, validate=2)
 """With the distributed optimizer, in float64 as by `doubled`."""
 SHARDED["ddp"] = {**SHARDED["ddp"], "overlap_grad_reduce": True}
 SHARDED_SLICES = {**SLICED, **ZERO1_EXPERTS}

@@ -59,18 +59,6 @@ class Config:
         ({}, {}, {"fp16": True}, r"OptimizerConfig\(fp16=True\)"),
         ({"fp16": True}, {}, {"bf16": True}, r"fp16=True\) is not supported .* expected False"),
         ({}, {}, {"loss_scale": 8.0}, r"OptimizerConfig\(loss_scale=8.0\) is ignored in float32"),
-        (
-            {"num_moe_experts": 4},
-            {},
-            {"bf16": True, "loss_scale": 8.0},
-            r"experts=4 with .*loss_scale=8.0.* expected N",
-        ),
-        (
-            {"fp16": True},
-            {"use_distributed_optimizer": True},
-            {"fp16": True, "use_distributed_optimizer": True},
-            r"use_distributed_optimizer=True with OptimizerConfig\(fp16=True\): copies",
-        ),
     ],
 )
 def test_configurations(config: dict, ddp: dict, optimizer: dict, message: str) -> None:
@@ -183,6 +171,9 @@ def test_loaders() -> None:
     with pytest.raises(ConfigError, match="validation DataLoader has no batch_size"):
         check_validation_loader(DataLoader(data, batch_size=None))
     check_validation_loader(DataLoader(data, batch_size=2))
+    with pytest.raises(ConfigError, match=r"is no multiple of expert_model_parallel_size=2, .*drop_last=True"):
+        check_validation_loader(DataLoader(data, batch_size=2), lanes=2)
+    check_validation_loader(DataLoader(data, batch_size=2, drop_last=True), lanes=2)
     with pytest.raises(ConfigError, match=r"the validation data, a Numbers, is iterable, .* use DataLoader\(drop_last"):
         check_validation_loader(DataLoader(stream, batch_size=2))
     with pytest.raises(ConfigError, match="validation DataLoader has no batch_size"):
