@@ -1,7 +1,7 @@
 """Megatron's distributed optimizer, and that with a loss scale, in float64, for tests.
 
-They refuse all types but three, and know float32 by name.
-Copies of shards have torch's default type, so they are in float64, too.
+They refuse all types but three, and know float32 by name. Copies of shards have torch's default type, so they are in
+float64, too.
 """
 
 from __future__ import annotations

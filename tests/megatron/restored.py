@@ -33,7 +33,7 @@ KINDS = {
     "bf16": {"bf16": True},
     "fp16": {"fp16": True},
     "divided": {"zero": True},
-    "divided bf16": {"zero": True, "bf16": True},
+    "divided fp16": {"zero": True, "fp16": True},
     "divided in buckets": {"zero": True, "buckets": True},
     "untied in buckets": {"buckets": True, "tied": False},
 }

@@ -130,8 +130,9 @@ def test_divided_sequences_give_the_gradients_of_whole_ones(tmp_path: Path, worl
 
 
 @pytest.mark.chaos
-def test_checkpoints_do_not_depend_on_the_number_of_parts(tmp_path: Path) -> None:
-    options = {**PARTS, "toy": {"double": True, "layers": 2}, "dp": 1, "accumulation": 4}
+@pytest.mark.parametrize("model", [PARTS, SHARDED])
+def test_checkpoints_do_not_depend_on_the_number_of_parts(model: dict[str, Any], tmp_path: Path) -> None:
+    options = {**model, "toy": {"double": True, "layers": 2}, "dp": 1, "accumulation": 4}
     whole = {**options, "cp": 1, "pp": 2}
     first = train(tmp_path / "first", 2, **options, steps=6, save_every=2, beside=True)
     saved = str(tmp_path / "first" / "checkpoints" / "step=2.ckpt")

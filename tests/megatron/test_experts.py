@@ -77,6 +77,7 @@ SCALED = model_of(
     ddp={"grad_reduce_in_fp32": False},
 )
 SCALED["toy"]["fp16"] = True
+SCALED["toy"]["router"]["attention_softmax_in_fp32"] = False  # the attention would go on in fp16
 """With a loss scale, but in float64."""
 
 

@@ -113,8 +113,11 @@ def test_a_layout_of_one_stage_has_no_virtual_ones() -> None:
 
 
 @pytest.mark.chaos
-def test_virtual_stages_load_checkpoints_of_other_layouts_and_the_reverse(tmp_path: Path) -> None:
-    double = {"toy": {"double": True}, "optimizer": {"clip_grad": 0.0}, "tp": 1, "dp": 1, "accumulation": 4}
+@pytest.mark.parametrize("model", [{"optimizer": {"clip_grad": 0.0}}, ZERO1])
+def test_virtual_stages_load_checkpoints_of_other_layouts_and_the_reverse(
+    model: dict[str, Any], tmp_path: Path
+) -> None:
+    double = {"toy": {"double": True}, **model, "tp": 1, "dp": 1, "accumulation": 4}
     virtual = {**double, "pp": 2, "vpp": 2}
     first = train(tmp_path / "first", 2, **virtual, steps=6, save_every=2, beside=True)
     saved = str(tmp_path / "first" / "checkpoints" / "step=2.ckpt")

@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from worlds.client import Worlds
 
-KINDS = ("float32", "bf16", "fp16", "divided", "divided bf16", "divided in buckets", "untied in buckets")
+KINDS = ("float32", "bf16", "fp16", "divided", "divided fp16", "divided in buckets", "untied in buckets")
 
 
 @pytest.mark.parametrize("kind", KINDS)
