@@ -33,7 +33,7 @@ MICRO_BATCH = 4
 SHARE = 4
 """Micro-batches of a replica in a step."""
 SETTINGS: dict[str, int] = json.loads((Path(sys.argv[1]) / "settings.json").read_text())
-LANES = SETTINGS["dp"] * SETTINGS["ep"]
+LANES = SETTINGS["dp"] * max(SETTINGS["ep"], SETTINGS["cp"]) // SETTINGS["cp"]
 """Workers that compute different micro-batches at a time."""
 EXPERTS = 2 * SETTINGS["ep"] if SETTINGS["ep"] > 1 else 0
 OPTIONS = toy.Toy(

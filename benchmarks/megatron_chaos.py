@@ -1,6 +1,6 @@
 """Inject seeded random faults into a real Megatron training; compare its parameters with those of a plain loop.
 
-The model of tests/megatron/train.py runs on TP x CP x EP x PP x DP workers, each with an agent of its own; one
+The model of tests/megatron/train.py runs on TP x max(CP, EP) x PP x DP workers, each with an agent of its own; one
 further agent has a warm worker that replaces a lost one. At random moments in a complete world a worker is killed, or
 two of one replica, or two of different replicas, or a second one during the recovery from the first. Each role in the
 model is struck in turn: rank 0, a worker of the first and of the last stage, one of the first and of the last part of
@@ -69,14 +69,15 @@ class Strike:
 def roles_of(worker: Note, model: dict[str, Any]) -> list[str]:
     """Roles of a worker in its replica and in the world, of those that not all workers share."""
     tensor, rest = worker["shard"] % model["tp"], worker["shard"] // model["tp"]
-    part, rest = rest % model["cp"], rest // model["cp"]
-    lane, stage = rest % model["ep"], rest // model["ep"]
+    columns = max(model["cp"], model["ep"])
+    column, stage = rest % columns, rest // columns
+    part = column % model["cp"]
     found = {
         "rank 0": worker["rank"] == 0,
         "first stage": model["pp"] > 1 and stage == 0,
         "last stage": model["pp"] > 1 and stage == model["pp"] - 1,
         "TP peer": tensor > 0,
-        "last experts": model["ep"] > 1 and lane == model["ep"] - 1,
+        "last experts": model["ep"] > 1 and column % model["ep"] == model["ep"] - 1,
         "first part": model["cp"] > 1 and part == 0,
         "last part": model["cp"] > 1 and part == model["cp"] - 1,
     }
@@ -120,7 +121,7 @@ def strike(cluster: Cluster, model: dict[str, Any], role: str | None, random_: r
 
 
 def _workers_of_replica(model: dict[str, Any]) -> int:
-    return int(model["tp"] * model["cp"] * model["ep"] * model["pp"])
+    return int(model["tp"] * max(model["cp"], model["ep"]) * model["pp"])
 
 
 def _survives(first: Note, second: Note) -> bool:
@@ -152,7 +153,7 @@ def main() -> None:
         router = {**EXPERTS["toy"]["router"], "moe_token_dispatcher_type": dispatcher}
         toy = {**EXPERTS["toy"], "router": router, "sequence_parallel": arguments.tp > 1}
         model = {**EXPERTS, **sizes, "toy": toy}
-    if arguments.cp > 1:  # workers of a replica sum their gradients with those of other replicas
+    elif arguments.cp > 1:  # workers of a replica sum their gradients with those of other replicas
         model |= {"toy": {"dropout": 0.1, "double": True}, "optimizer": {"clip_grad": 0.0, "lr": 1e-3}}
     if arguments.zero1:
         model |= ZERO1_EXPERTS if arguments.ep > 1 else ZERO1

@@ -41,7 +41,7 @@ def main() -> None:
     for name, value in SIZES:
         parser.add_argument(f"--{name}", type=int, default=value)
     arguments = vars(parser.parse_args())
-    workers = arguments["tp"] * arguments["cp"] * arguments["ep"] * arguments["pp"] * arguments["dp"]
+    workers = arguments["tp"] * max(arguments["cp"], arguments["ep"]) * arguments["pp"] * arguments["dp"]
     with tempfile.TemporaryDirectory(prefix="megatron-") as name:
         folder = Path(name)
         settings = {**arguments, "workers": workers}

@@ -191,7 +191,7 @@ def check_virtual_stages(config: Any, shape: Shape, device: torch.device) -> Non
 
 
 def check_context(config: Any, shape: Shape) -> None:
-    """Refuse settings beside context parallelism that are untested.
+    """Refuse a setting beside context parallelism that is untested.
 
     Args:
         config: Megatron's `TransformerConfig`.
@@ -200,14 +200,9 @@ def check_context(config: Any, shape: Shape) -> None:
     Raises:
         ConfigError: naming the setting.
     """
-    if shape.context == 1:
-        return
-    untested = "failures of both together are untested"
-    for name, found, expected, reason in (
-        ("num_moe_experts", getattr(config, "num_moe_experts", None), None, untested),
-        ("hierarchical_context_parallel_sizes", config.hierarchical_context_parallel_sizes, None, untested),
-    ):
-        _refuse_beside(f"context_parallel_size={shape.context}", name, found, (expected,), reason)
+    name = "hierarchical_context_parallel_sizes"
+    if shape.context > 1:
+        _refuse_beside(f"context_parallel_size={shape.context}", name, getattr(config, name), (None,), "it is untested")
 
 
 def _refuse_beside(setting: str, name: str, found: Any, expected: tuple[Any, ...], reason: str) -> None:
@@ -279,8 +274,8 @@ def check_validation_loader(loader: DataLoader[Any], *, lanes: int = 1) -> None:
     samples = len(loader.sampler)  # type: ignore[arg-type]
     if samples % lanes and not loader.drop_last:
         raise ConfigError(
-            f"the validation data ({samples} samples) is no multiple of expert_model_parallel_size={lanes}, so one of "
-            "the last batches would be smaller than those with which it shares experts: use DataLoader(drop_last=True)"
+            f"the validation data ({samples} samples) is no multiple of the {lanes} lanes of a replica, so one of the "
+            "last batches would be smaller than those with which it shares experts: use DataLoader(drop_last=True)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Megatron's parallelism: replicas of TP x CP x EP x PP workers hold the model together.
+"""Megatron's parallelism: replicas of TP x max(CP, EP) x PP workers hold the model together.
 
 Its optimizer has torch's interface, for Lightning and for learning-rate schedulers.
 """
@@ -324,7 +324,7 @@ class MegatronParallel(Parallelism):
         if shape.devices % width:
             raise ConfigError(
                 f"{shape.devices} data-parallel lanes (devices x num_nodes / (TP x CP x PP)) are no multiple of "
-                f"expert_model_parallel_size={width}"
+                f"the {width} lanes of a replica, EP / CP"
             )
         grid = replace(self._script, replicas=shape.devices // width)
         fabric = ReplicaFabric(grid, copies=None if self._redundancy is None else self._redundancy.copies)

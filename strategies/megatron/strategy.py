@@ -1,7 +1,7 @@
 """The Lightning strategy ``unicron_megatron``: megatron-core's parallelism, trained straight through failures.
 
 The module builds its stage of the model in ``configure_model``; Megatron's schedules, data parallelism and optimizers
-do the rest, unpatched. The unit of failure is a replica of the model, TP x CP x EP x PP workers (docs/megatron.md).
+do the rest, unpatched. The unit of failure is a replica of the model, TP x max(CP, EP) x PP workers (docs/megatron.md).
 Data, logging, joining and Lightning's loops work as with `UnicronStrategy`.
 """
 
@@ -88,6 +88,12 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
             raise ConfigError(
                 f"virtual_pipeline_model_parallel_size={virtual} with pipeline_model_parallel_size=1: one stage runs "
                 "no pipeline; expected 2 stages or more, or None"
+            )
+        sizes = context_parallel_size, expert_model_parallel_size
+        if max(sizes) % min(sizes):
+            raise ConfigError(
+                f"context_parallel_size={sizes[0]} with expert_model_parallel_size={sizes[1]}: a replica is as many "
+                "columns as the larger one; expected a multiple of the other"
             )
         ddp = ddp if ddp is not None else DistributedDataParallelConfig()
         shape = Shape(

@@ -147,12 +147,12 @@ def _balance() -> float:
 
 def _keep_first(module: torch.nn.Module, settings: dict[str, Any], folder: Path, step: int) -> None:
     """Keep the parameters of each shard, once."""
-    experts, parts, lane = settings.get("ep", 1), settings.get("cp", 1), parallel_state.get_data_parallel_rank()
-    if (lane if parts > 1 else parallel_state.get_expert_data_parallel_rank()) > 0:
+    columns = max(settings.get("ep", 1), settings.get("cp", 1))
+    column = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    if column >= columns:
         return
-    lane = parallel_state.get_context_parallel_rank() + parts * lane
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    shard = parallel_state.get_tensor_model_parallel_rank() + settings["tp"] * (lane + experts * parts * stage)
+    shard = parallel_state.get_tensor_model_parallel_rank() + settings["tp"] * (column + columns * stage)
     _keep(module, folder / f"plain-{step}-{shard}.pt")
 
 
@@ -203,6 +203,12 @@ def _validation(ddps: list[Any], module: Any, options: toy.Toy, numbers: list[in
     return float(mean)
 
 
+def lanes_of(settings: dict[str, Any]) -> int:
+    """Workers that compute different micro-batches at a time."""
+    parts = settings.get("cp", 1)
+    return int(settings["dp"] * max(settings.get("ep", 1), parts) // parts)
+
+
 def _samples(settings: dict[str, Any], length: int) -> Any:
     """The training samples; those of litData's chunks in the order of its declared devices."""
     text = toy.Text(length, limit=SAMPLES)
@@ -214,7 +220,7 @@ def _samples(settings: dict[str, Any], length: int) -> Any:
 
 def _batches(data: Any, step: int, settings: dict[str, Any]) -> Iterator[tuple[Any, dict[str, torch.Tensor], float]]:
     """The micro-batches of this replica: every ``replicas``-th, and their weight."""
-    share, replicas = settings["accumulation"], settings["dp"] * settings.get("ep", 1)
+    share, replicas = settings["accumulation"], lanes_of(settings)
     own = parallel_state.get_data_parallel_rank()
     for number in range(share):
         samples = _mixed(step * share + number, own, settings)
@@ -229,7 +235,7 @@ def _streamed(data: Any, step: int, settings: dict[str, Any]) -> Iterator[tuple[
     Megatron divides by all rounds and replicas, and a short step's gradient is the mean over the micro-batches that it
     has, times its rounds / all rounds.
     """
-    share, replicas = settings["accumulation"], settings["dp"] * settings.get("ep", 1)
+    share, replicas = settings["accumulation"], lanes_of(settings)
     sizes = [len(range(replica, STREAMED, replicas)) // MICRO_BATCH for replica in range(replicas)]
     epoch, within = divmod(step, -(-max(sizes) // share))
     own = parallel_state.get_data_parallel_rank()
@@ -247,7 +253,7 @@ def _mixed(number: int, own: int, settings: dict[str, Any]) -> list[int]:
 
     With ``several`` the second half is from the first `SECOND` samples, again and again.
     """
-    replicas = settings["dp"] * settings.get("ep", 1)
+    replicas = lanes_of(settings)
     samples = _round(number, own, replicas)
     if not settings.get("several"):
         return samples

@@ -18,6 +18,7 @@ from system.megatron import MODEL, SCRIPT, ZERO1, notes, train
 
 pytest.importorskip("megatron.core.package_info")
 
+from unicron_lightning import UnicronMegatronStrategy
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.layout import Shape
 from unicron_lightning.strategies.megatron.checks import check_context
@@ -87,9 +88,9 @@ IN_CI = ("parts",)
 
 
 @pytest.mark.chaos  # the kills below are compared with that run, too
-@pytest.mark.parametrize("model", [PARTS, {**PARTS, "pp": 2, "dp": 1}, SHARDED, VIRTUAL])
+@pytest.mark.parametrize("model", [PARTS, {**PARTS, "tp": 2}, {**PARTS, "pp": 2, "dp": 1}, SHARDED, VIRTUAL])
 def test_without_failures_it_is_megatrons_own_run(model: dict[str, Any], tmp_path: Path, worlds: Any) -> None:
-    settings, workers = {**model, "steps": 6}, model["cp"] * model["pp"] * model["dp"]
+    settings, workers = {**model, "steps": 6}, model["tp"] * model["cp"] * model["pp"] * model["dp"]
     nodes = f"{workers}:{workers}"
     with Cluster(tmp_path, script=SCRIPT, agents=workers, nodes=nodes, schedule=[], settings=settings) as cluster:
         cluster.wait_end(200)
@@ -144,13 +145,10 @@ def test_checkpoints_do_not_depend_on_the_number_of_parts(model: dict[str, Any],
     assert norms == pytest.approx([first[step]["norm"] for step in range(2, 6)], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"num_moe_experts": 4}, {"hierarchical_context_parallel_sizes": [1, 2]}],
-)
-def test_untested_settings_beside_parts_are_refused(settings: dict[str, Any]) -> None:
-    config = SimpleNamespace(**{"num_moe_experts": None, "hierarchical_context_parallel_sizes": None, **settings})
-    shape = Shape(tensor=1, pipeline=2, context=2, replicas=2)
-    with pytest.raises(ConfigError, match=f"{next(iter(settings))}=.* with context_parallel_size=2: .*; expected"):
+def test_layouts_beside_parts_that_are_refused() -> None:
+    config, shape = SimpleNamespace(hierarchical_context_parallel_sizes=[1, 2]), Shape(tensor=1, context=2, replicas=2)
+    with pytest.raises(ConfigError, match=r"hierarchical_.*=.* with context_parallel_size=2: .*; expected None"):
         check_context(config, shape)
     check_context(config, replace(shape, context=1))
+    with pytest.raises(ConfigError, match=r"context_parallel_size=2 with expert_model_parallel_size=3: .*; expected"):
+        UnicronMegatronStrategy(context_parallel_size=2, expert_model_parallel_size=3)

@@ -69,6 +69,9 @@ SHARDED = model_of(BIASED, **ZERO1_EXPERTS, validate=2)
 SHARDED["ddp"] = {**SHARDED["ddp"], "overlap_grad_reduce": True}
 SHARDED_SLICES = {**SLICED, **ZERO1_EXPERTS}
 SHARDED_STAGES = {**STAGED, **ZERO1_EXPERTS}
+PARTS = model_of(BIASED, cp=2, validate=2)
+"""Two workers divide each sequence, and the experts."""
+SHARDED_PARTS = {**PARTS, **ZERO1_EXPERTS, "cp": 4}
 VIRTUAL = {**STAGED, "vpp": 2, "toy": {**STAGED["toy"], "layers": 4}}
 SCALED = model_of(
     {"moe_token_dispatcher_type": "allgather", "moe_aux_loss_coeff": 1e-2},
@@ -185,6 +188,21 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             die("reduced", 1, 1),
         ],
     ),
+    "parts": (
+        PARTS,
+        [
+            die("forward", 0, 1, micro_batch=1),
+            die("reduced", 1, 0),
+            die("validate", 0, 0, micro_batch=1),
+        ],
+    ),
+    "sharded parts": (
+        SHARDED_PARTS,
+        [
+            die("updated", 0, 2),
+            die("kept", 1, 1),
+        ],
+    ),
     "biased": (
         EXPERTS,
         [
@@ -202,7 +220,7 @@ IN_CI = ("biased",)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_without_failures_it_is_megatrons_own_run(name: str, tmp_path: Path, worlds: Any) -> None:
     model, _ = SCHEDULES[name]
-    workers = model["tp"] * model["pp"] * model["ep"] * model["dp"]
+    workers = model["tp"] * model["pp"] * max(model["ep"], model.get("cp", 1)) * model["dp"]
     settings, nodes = {**model, "steps": 6}, f"{workers}:{workers}"
     with Cluster(tmp_path, script=SCRIPT, agents=workers, nodes=nodes, schedule=[], settings=settings) as cluster:
         cluster.wait_end(200)
@@ -214,7 +232,7 @@ def test_without_failures_it_is_megatrons_own_run(name: str, tmp_path: Path, wor
 )
 def test_kills_heal(name: str, tmp_path: Path, worlds: Any) -> None:
     model, schedule = SCHEDULES[name]
-    shards = model["tp"] * model["pp"] * model["ep"]
+    shards = model["tp"] * model["pp"] * max(model["ep"], model.get("cp", 1))
     workers, nodes = shards * model["dp"], f"{shards * model['dp'] - 1}:{shards * model['dp']}"
     settings = {**model, "steps": 6, "finish": True, "full": workers, "slow": 0.05}
     agents = workers + 1
@@ -231,7 +249,8 @@ def test_kills_heal(name: str, tmp_path: Path, worlds: Any) -> None:
 def check_experts(folder: Path, model: dict[str, Any], worlds: Any, within: float) -> None:
     """The whole state, norms, auxiliary losses and validations are those of a plain Megatron loop."""
     check(folder, model, worlds, within)
-    last = model["tp"] * model["ep"] * model["dp"] * (model["pp"] - 1)  # first rank of the last stage
+    columns = max(model["ep"], model.get("cp", 1))
+    last = model["tp"] * columns * model["dp"] * (model["pp"] - 1)  # first rank of the last stage
     expected = json.loads((folder / "plain" / f"balance-{last}").read_text())
     logged = {note["step"]: note["balance"] for note in notes(folder, "step")}
     assert [logged[step] for step in sorted(logged)] == pytest.approx(expected, rel=1e-6)

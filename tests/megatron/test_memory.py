@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def begin(folder: Path, model: dict[str, Any]) -> Cluster:
-    workers = model["tp"] * model["pp"] * model.get("cp", 1) * model.get("ep", 1) * model["dp"]
+    workers = model["tp"] * model["pp"] * max(model.get("cp", 1), model.get("ep", 1)) * model["dp"]
     settings = {**model, "steps": 6, "finish": True, "full": workers, "pace": 0.15, "memory": [EVERY, 1]}
     return Cluster(folder, script=SCRIPT, agents=workers, nodes=f"2:{workers}", settings=settings, leaves="agent-*/*")
 

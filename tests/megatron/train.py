@@ -412,7 +412,7 @@ def main() -> None:
         strategy=strategy,
         accelerator=settings["accelerator"],
         devices=1,
-        num_nodes=settings["tp"] * settings["pp"] * settings["cp"] * settings["ep"] * settings["dp"],
+        num_nodes=settings["tp"] * settings["pp"] * max(settings["cp"], settings["ep"]) * settings["dp"],
         accumulate_grad_batches=settings["accumulation"],
         max_steps=-1 if settings["finish"] else settings["steps"],
         max_epochs=-1,

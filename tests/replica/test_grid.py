@@ -15,13 +15,23 @@ from unicron_lightning.replica.layout import Shape
 ORDER = "tp-cp-ep-dp-pp"
 
 
-@pytest.mark.parametrize("sizes", list(itertools.product((1, 2), (1, 2, 3), (1, 2, 4), (1, 2, 3))))
-def test_every_group_of_megatron_is_a_set_of_the_grid(sizes: tuple[int, int, int, int]) -> None:
-    tensor, expert, pipeline, replicas = sizes
-    shape = Shape(tensor=tensor, expert=expert, pipeline=pipeline, replicas=replicas)
-    dense = RankGenerator(tp=tensor, ep=1, dp=expert * replicas, pp=pipeline, cp=1, order=ORDER)
-    experts = RankGenerator(tp=tensor, ep=expert, dp=replicas, pp=pipeline, cp=1, order=ORDER)
-    groups = [tuple(group) for kind in ("tp", "pp", "tp-pp", "dp", "tp-dp") for group in dense.get_ranks(kind)]
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (tensor, columns, pipeline, replicas)
+        for tensor, pipeline, replicas in itertools.product((1, 2), (1, 2, 4), (1, 2, 3))
+        for columns in ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 4), (4, 2))
+    ],
+)
+def test_every_group_of_megatron_is_a_set_of_the_grid(sizes: tuple[int, tuple[int, int], int, int]) -> None:
+    tensor, (context, expert), pipeline, replicas = sizes
+    shape = Shape(tensor=tensor, context=context, expert=expert, pipeline=pipeline, replicas=replicas)
+    columns = shape.columns
+    sizes_of_experts = {"ep": expert, "dp": columns * replicas // expert, "cp": 1}
+    dense = RankGenerator(tp=tensor, ep=1, dp=shape.width * replicas, pp=pipeline, cp=context, order=ORDER)
+    experts = RankGenerator(tp=tensor, pp=pipeline, order=ORDER, **sizes_of_experts)
+    kinds = ("tp", "pp", "tp-pp", "dp", "tp-dp", "cp", "tp-cp", "dp-cp", "tp-dp-cp")
+    groups = [tuple(group) for kind in kinds for group in dense.get_ranks(kind)]
     kinds = ("tp", "ep", "tp-ep", "tp-ep-pp", "dp")
     groups += [tuple(group) for kind in kinds for group in experts.get_ranks(kind)]
     groups.append(tuple(range(shape.workers)))
@@ -29,12 +39,12 @@ def test_every_group_of_megatron_is_a_set_of_the_grid(sizes: tuple[int, int, int
     for place, shard in itertools.product(range(replicas), range(shape.shards)):
         grid = shape.grid(replicas=replicas, place=place, shard=shard)
         numbers.add(grid.rank)
-        assert shape.shard(shape.coordinate(shard)[0], shape.lane(shard), shape.coordinate(shard)[1]) == shard
+        assert shape.shard(shape.coordinate(shard)[0], shape.column(shard), shape.coordinate(shard)[1]) == shard
         own = {(grid.rank,), *grid.across()}
         own |= {tuple(sorted(grid.number(place, other) for other in shards)) for shards in grid.within()}
         assert own >= {group for group in groups if grid.rank in group}
-        assert [*grid.same_slice()] in dense.get_ranks("dp") and grid.rank in grid.same_slice()
-        assert set(grid.same_slice()[place * expert : (place + 1) * expert]) <= grid.partners().keys()
+        assert [*grid.same_slice()] in dense.get_ranks("dp-cp") and grid.rank in grid.same_slice()
+        assert set(grid.same_slice()[place * columns : (place + 1) * columns]) <= grid.partners().keys()
     assert numbers == set(range(shape.workers))
 
 

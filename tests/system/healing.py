@@ -33,7 +33,7 @@ def check(
         replicas: that have ended; None: the declared ones.
     """
     step, paths = finals(folder)
-    size = model["tp"] * model["pp"] * model.get("cp", 1) * model.get("ep", 1)
+    size = model["tp"] * model["pp"] * max(model.get("cp", 1), model.get("ep", 1))
     world = size * model["dp"]
     assert len(paths) == size * (replicas or model["dp"])
     norms = worlds.run("reference:run", world, folder / "plain", settings=model, steps=[step])[0]

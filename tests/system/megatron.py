@@ -127,7 +127,7 @@ def train(folder: Path, agents: int, **settings: Any) -> dict[int, dict[str, Any
     """Run a task to its end, without deaths in a complete world; return its steps as rank 0 recorded them."""
     folder.mkdir()
     schedule = settings.pop("schedule", [])
-    replica = settings["tp"] * settings["pp"] * settings.get("cp", 1) * settings.get("ep", 1)
+    replica = settings["tp"] * settings["pp"] * max(settings.get("cp", 1), settings.get("ep", 1))
     most = replica * settings["dp"]
     nodes = f"{replica if schedule else most}:{most}"
     cluster = Cluster(folder, script=SCRIPT, agents=agents, nodes=nodes, schedule=schedule, settings=settings)

@@ -294,9 +294,14 @@ def _is_of_first_replica(each: ShardedTensor | ShardedObject) -> bool:
             f"{each.key} has replica_id={found!r}: expected a tuple that ends with the data-parallel rank {own}, or "
             f"with that of experts, {of_experts}"
         )
-    # With experts the two ranks are equal only in the first lane of the first replica; otherwise always.
-    columns = parallel_state.get_expert_model_parallel_world_size() * parallel_state.get_context_parallel_world_size()
-    return _is_of_first_lane(each) and (found[-1] != own or own % columns == 0)
+    # With experts the two ranks are equal only in the first column of the first replica; otherwise always.
+    lanes, parts = (
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+    )
+    columns = max(lanes, parts)
+    first = own % columns == 0 if found[-1] == own else of_experts % (columns // lanes) == 0
+    return _is_of_first_lane(each) and first
 
 
 def _is_of_first_lane(each: ShardedTensor) -> bool:

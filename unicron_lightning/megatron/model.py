@@ -169,13 +169,14 @@ class ShardModel:
             weight = factor if place < runs and number not in idle else 0.0
             self.experts.start_micro_batch(counts=place < len(rows) and number not in idle)
             output, loss = forward(number, virtual)
-            self._scale = weight if self.experts else 1.0
+            # Megatron takes the routers' losses of a sequence's parts as parts of a sum
+            self._scale = weight * self._context if self.experts else 1.0
 
             def scaled(result: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
                 if not self.experts:
                     return loss(result) * weight, {}
                 self.experts.sum_losses()
-                return loss(result), {}
+                return loss(result) / self._context, {}
 
             return output, scaled
 

@@ -127,7 +127,7 @@ class ShardedOptimizer:
         self._numbers = _numbers(ddps)
         self._known_groups = dict(groups or {})
         self._lanes = parallel_state.get_expert_model_parallel_world_size()
-        self.columns = self._lanes * parallel_state.get_context_parallel_world_size()
+        self.columns = max(self._lanes, parallel_state.get_context_parallel_world_size())
         for each in self._optimizers:
             initialize_state(each)
 

@@ -18,7 +18,7 @@ from unicron_lightning.errors import UnicronError
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The declared world: replicas of TP x CP x EP x PP workers with Megatron, of S x T workers with FSDP2.
+    """The declared world: replicas of TP x max(CP, EP) x PP workers with Megatron, of S x T workers with FSDP2.
 
     The workers of a *lane* compute the same micro-batch. With FSDP2 worker ``i`` is in lane ``i // T``, and those at
     the same place of all lanes have the same slice of each tensor, which FSDP2 divides among them.
@@ -50,13 +50,15 @@ class Shape:
 
     @property
     def columns(self) -> int:
-        """Workers of a stage that have the same slice of its layers: parts of a sequence, and lanes."""
-        return self.context * self.expert
+        """Workers of a stage that have the same slice of its layers: parts of a sequence, and lanes. As in Megatron
+        experts are divided among successive ones, whether these have parts of one sequence or are lanes.
+        """
+        return max(self.context, self.expert)
 
     @property
     def width(self) -> int:
         """Micro-batches of a row: the number of a replica's lanes, which compute one each."""
-        return self.tensor if self.sharded else self.expert
+        return self.tensor if self.sharded else self.columns // self.context
 
     @property
     def workers(self) -> int:
@@ -145,7 +147,8 @@ class Grid:
 
     def within(self) -> Iterator[tuple[int, ...]]:
         """Sets of this worker's replica, as shards: its layers' slices, its pipeline, the pipeline's ends, and the
-        whole replica; with several columns also its own, the same slice in all of them and all slices of its stage.
+        whole replica; with several columns also its own, those among which a sequence or experts
+        are divided, and those of `_equal_columns`.
         With FSDP2: its lane, the workers of its slice, and the whole replica.
         """
         shape = self.shape
@@ -156,29 +159,41 @@ class Grid:
             yield tuple(range(self.shard % shape.slices, self.shards, shape.slices))
             yield tuple(range(self.shards))
             return
-        slices, columns, stages = range(shape.tensor), range(shape.columns), range(shape.pipeline)
-        column = shape.column(self.shard)
+        slices, stages, column = range(shape.tensor), range(shape.pipeline), shape.column(self.shard)
         pipeline = tuple(shape.shard(tensor, column, other) for other in stages)
         yield tuple(shape.shard(other, column, stage) for other in slices)
         yield pipeline
         if len(stages) > 2 and stage in (0, len(stages) - 1):
             yield pipeline[0], pipeline[-1]
-        if len(columns) > 1:
-            yield tuple(sorted(shape.shard(other, column, each) for each in stages for other in slices))
+        blocks = [
+            range(column // size * size, (column // size + 1) * size) for size in (1, shape.context, shape.expert)
+        ]
+        for columns in (*blocks, *self._equal_columns()):
             yield tuple(shape.shard(tensor, other, stage) for other in columns)
             yield tuple(shape.shard(other, each, stage) for each in columns for other in slices)
+        for columns in (blocks[0], blocks[-1]):
+            yield tuple(shape.shard(other, each, place) for place in stages for each in columns for other in slices)
         yield tuple(range(shape.shards))
+
+    def _equal_columns(self) -> Iterator[range]:
+        """Sets of columns: all, those with the same part of a sequence, those with the same experts, and this one."""
+        shape, column = self.shape, self.shape.column(self.shard)
+        for size in sorted({1, shape.context, shape.expert, shape.columns}):
+            yield range(column % size, shape.columns, size)
 
     def across(self) -> Iterator[tuple[int, ...]]:
         """Sets of several replicas, as ranks: this worker's shard and, unless parameters are divided into shards, its
-        stage and all ranks; with several columns also the workers of the same slice in all of them.
+        stage and all ranks; with several columns also those of `_equal_columns` with its slice or
+        all.
         """
         shape = self.shape
         yield tuple(sorted(self.number(place, self.shard) for place in range(self.replicas)))
         if shape.sharded:
             return
-        if shape.columns > 1:
-            yield self.same_slice()
+        tensor, column = shape.coordinate(self.shard)[0], shape.column(self.shard)
+        for columns in self._equal_columns():
+            yield self._of_stage([tensor], columns)
+        yield self._of_stage(range(shape.tensor), range(column % shape.context, shape.columns, shape.context))
         yield self._of_stage(range(shape.tensor))
         yield tuple(range(self.size))
 
@@ -188,9 +203,10 @@ class Grid:
         """
         return self._of_stage([self.shape.coordinate(self.shard)[0]])
 
-    def _of_stage(self, slices: Sequence[int]) -> tuple[int, ...]:
+    def _of_stage(self, slices: Sequence[int], columns: Sequence[int] = ()) -> tuple[int, ...]:
         shape, stage = self.shape, self.shape.coordinate(self.shard)[1]
-        shards = [shape.shard(other, column, stage) for column in range(shape.columns) for other in slices]
+        columns = columns or range(shape.columns)
+        shards = [shape.shard(other, column, stage) for column in columns for other in slices]
         return tuple(sorted(self.number(place, shard) for place in range(self.replicas) for shard in shards))
 
 

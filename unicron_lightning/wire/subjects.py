@@ -38,7 +38,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def workers(self) -> int:
         """Number of workers of a replica."""
-        return self.tensor * self.expert * self.context * self.pipeline * self.slices
+        return self.tensor * max(self.expert, self.context) * self.pipeline * self.slices
 
     def plain(self) -> dict[str, int]:
         """The layout for events and answers."""

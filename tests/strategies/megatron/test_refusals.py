@@ -171,7 +171,7 @@ def test_loaders() -> None:
     with pytest.raises(ConfigError, match="validation DataLoader has no batch_size"):
         check_validation_loader(DataLoader(data, batch_size=None))
     check_validation_loader(DataLoader(data, batch_size=2))
-    with pytest.raises(ConfigError, match=r"is no multiple of expert_model_parallel_size=2, .*drop_last=True"):
+    with pytest.raises(ConfigError, match=r"is no multiple of the 2 lanes .*drop_last=True"):
         check_validation_loader(DataLoader(data, batch_size=2), lanes=2)
     check_validation_loader(DataLoader(data, batch_size=2, drop_last=True), lanes=2)
     with pytest.raises(ConfigError, match=r"the validation data, a Numbers, is iterable, .* use DataLoader\(drop_last"):
