@@ -47,6 +47,8 @@ LAYOUTS: Final = {
 """How the two workers of a replica divide a model: FSDP2's shards or tensor parallelism; Megatron's stages, also two on
 each, slices, parts of each sequence, experts that are balanced by losses or by biases.
 """
+WHOLE: Final = ("shampoo", "soap")
+"""Optimizers whose updates need whole matrices."""
 HOOKS: Final = ("half_rates", "rate_at_start", "scaled_weights", "counting", "ema", "swa", "stopping", "stop")
 STEPS_IN_EPOCH: Final = 6
 """Least number of optimizer steps of an epoch, in a world of two without accumulation."""
@@ -100,7 +102,8 @@ class Script:
         zero: whether the optimizer's state is divided among replicas (Megatron's distributed optimizer).
         buckets: whether gradients are reduced in many buckets, while others are computed (Megatron's overlap).
         workers: of the world.
-        optimizer: ``sgd``, ``adam``, ``adamw``, or ``manual``: two; one of them steps in every other batch.
+        optimizer: ``sgd``, ``adam``, ``adamw``, one of `WHOLE`, or ``manual``: two; one steps in every other batch.
+        own: whether the LightningModule has a parameter itself, which is not sharded.
         groups: parameter groups.
         schedule: of the rate: empty, ``step``, ``epoch`` or ``plateau``.
         frozen: a layer that is frozen: empty, ``always``, or ``first``, in the first epoch.
@@ -135,6 +138,7 @@ class Script:
     buckets: bool = False
     workers: int = 2
     optimizer: str = "sgd"
+    own: bool = False
     groups: int = 1
     schedule: str = ""
     frozen: str = ""
@@ -263,6 +267,7 @@ def draw(seed: int, *, megatron: bool = False, exact: bool = False) -> Case:
     plain = not megatron and not exact and chance.random() < 0.4
     script = _megatron(chance) if megatron else _script(chance)
     script = _divided(random.Random(f"layout {seed}"), script)
+    script = _whole(random.Random(f"whole {seed}"), script)
     script = script.made_plain() if plain else script
     if exact:
         mixed = not (script.scaler or script.strategy == "unicron_fsdp") and chance.random() < 0.3
@@ -359,6 +364,15 @@ def _divided(chance: random.Random, script: Script) -> Script:
         hooks = tuple(each for each in script.hooks if each != "rate_at_start" or layout not in ("expert", "biased"))
         script = replace(script, tied=script.tied and layout != "virtual", hooks=hooks)
     return script
+
+
+def _whole(chance: random.Random, script: Script) -> Script:
+    """Return a script of shards that has undivided parameters, updates of whole matrices, or several trainers."""
+    if script.strategy != "unicron_fsdp":
+        return script
+    own, unused, updates, trainers = (chance.random() < each for each in (0.3, 0.2, 0.3, 0.5))
+    optimizer = chance.choice(WHOLE) if updates else script.optimizer
+    return replace(script, own=own, unused=unused, optimizer=optimizer, trainers=script.fits if trainers else 1)
 
 
 def _mended(script: Script) -> Script:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from cross.cases import Script
 from cross.striking import Strikes
+from fsdp.preconditioned import PRECONDITIONED
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -68,6 +69,8 @@ class Net(pl.LightningModule):
         if script.unused:
             self.unused = nn.Linear(2, 2)
         self.register_buffer("offset", torch.zeros(1, dtype=torch.float64))
+        if script.own:
+            self.gain = nn.Parameter(torch.ones(1))
         if script.frozen:
             self.core.extra.requires_grad_(False)
 
@@ -130,7 +133,7 @@ class Net(pl.LightningModule):
 
     def loss(self, batch: Any) -> torch.Tensor:
         x = torch.cat([part[0] for part in parts(batch)]).to(self.head.weight.dtype)
-        found = self.core(x)
+        found = self.core(x) * (self.gain if self.script.own else 1.0)
         if self.script.buffer and self.training:
             self.offset = 0.9 * self.offset + 0.01 * x.mean()
         return (found + self.offset.to(found.dtype) - x.sum(1, keepdim=True).sin()).square().mean()
@@ -155,8 +158,9 @@ class Net(pl.LightningModule):
         groups: Any = [{"params": [*rest, *head]}]
         if script.groups == 2:
             groups = [{"params": rest, "lr": 0.03}, {"params": head}]
-        kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+        kinds: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, **PRECONDITIONED}
         options: Any = {"momentum": 0.9} if script.optimizer == "sgd" else {"eps": 1e-2}
+        options = {"eps": 0.5} if script.optimizer in PRECONDITIONED else options
         optimizer = kinds[script.optimizer](groups, lr=0.05, **options)
         if not script.schedule:
             return optimizer

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning import UnicronFSDPStrategy, UnicronStrategy
@@ -309,7 +310,7 @@ def _plain(value: torch.Tensor) -> Any:
 def _state(optimizer: torch.optim.Optimizer) -> Any:
     states = [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
     rates = [[group["lr"], group.get("momentum"), group.get("initial_lr")] for group in optimizer.param_groups]
-    values = [{k: _plain(v) if isinstance(v, torch.Tensor) else v for k, v in each.items()} for each in states]
+    values = [tree_map(lambda v: _plain(v) if isinstance(v, torch.Tensor) else v, dict(each)) for each in states]
     return {"groups": rates, "state": values}
 
 

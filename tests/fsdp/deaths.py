@@ -104,6 +104,7 @@ class Deaths:
         at: workers that die, by their first rank, each with its point of the step: a number, or a name of the engine's.
         flips: workers with a bit that flips before that step.
         late: workers that die at the end, when they send or take a shard's state.
+        own: whether a block and the norm are not sharded.
         whole: name of the optimizer if its updates need whole matrices.
         after: a worker that dies at a point waits there for others that come to one of the engine's points of that
             step: each with its name.
@@ -116,6 +117,7 @@ class Deaths:
     at: Sequence[Sequence[Any]] = ()
     flips: Sequence[int] = ()
     late: Sequence[int] = ()
+    own: bool = False
     whole: str = ""
     after: Sequence[tuple[int, str]] = ()
 
@@ -234,7 +236,7 @@ class Worker:
             self.engine.step = STEPS
             self.member.finish(self.engine)
             self.task.points[self.rank] = self._passed
-            places = [region(each) for each in net.parameters() if isinstance(each, DTensor)]
+            places = [region(each) if isinstance(each, DTensor) else ... for each in net.parameters()]
             return places, [part.detach().clone() for part in local_shards(net.parameters())]
         finally:  # a dead process has no connections
             self.fabric.cut()
@@ -249,9 +251,10 @@ class Worker:
         shards = meshes.shards
         if drawn.slices > 1:
             parallelize(net, meshes["tensor_parallel"])
-        for block in net.blocks:
+        own = {*net.blocks[1].parameters(), *net.norm.parameters()} if drawn.own else set()
+        for block in net.blocks[: 1 if own else 2]:
             fully_shard(block, mesh=shards)
-        fully_shard(net, mesh=shards)
+        fully_shard(net, mesh=shards, ignored_params=own)
         sum_gradients(net)
         for layer in net.layers():
             layer.register_forward_hook(self._passes)

@@ -183,7 +183,7 @@ def test_updates_after_the_commit_are_refused(module: type[Matrices], name: str,
 
 def test_deaths_in_an_update(worlds: Worlds, tmp_path: Path) -> None:
     """Each worker in some part of it, and two at once; parameters are those of one process."""
-    others = [{**each, "whole": kind} for kind in PRECONDITIONED for each in TOGETHER]
+    others = [{**each, "whole": kind, "own": kind == "soap"} for kind in PRECONDITIONED for each in TOGETHER]
     worlds.run("deaths:histories", 1, tmp_path, chosen=[*CHOSEN, *TOGETHER, *others], seeds=[])
 
 

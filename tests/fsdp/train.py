@@ -52,7 +52,7 @@ SETTINGS: dict[str, Any] = {
     "clip": 0.5,
     "clips": "norm",  # or "value"
     "eps": 1e-8,  # of AdamW
-    "own": "",  # whether the LightningModule has parameters of its own: "whole", or "sharded"
+    "own": "",  # whether the LightningModule has parameters of its own, which are whole, or "sharded"
     "muon": False,  # whether Muon updates the matrices, and the rest is frozen
     "preconditioner": "",  # optimizer of whole matrices with other states, see `preconditioned`
     "groups": 1,  # of its parameters: 2: those with one dimension are decayed less

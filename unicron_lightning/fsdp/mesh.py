@@ -423,16 +423,12 @@ def region(tensor: DTensor, shard: int | None = None) -> tuple[slice, ...]:
 
 def is_divided_as_expected(tensor: DTensor) -> bool:
     """Whether FSDP2 divides a parameter along the first axis, on a mesh of this module, and tensor parallelism evenly
-    along any axis, or each of them not at all.
+    along any axis, or not at all.
     """
-    mesh, placements = tensor.device_mesh, tensor.placements
-    if not isinstance(mesh, _GroupsMesh):
-        return False
-    if (mesh.mesh_dim_names or ())[:1] == (SHARDS,):
-        first, *placements = placements  # type: ignore[assignment]
-        if not (isinstance(first, Shard | placement_types._StridedShard) and first.dim == 0):
-            return False
-    return all(isinstance(each, Shard | Replicate) for each in placements)
+    mesh, (first, *others) = tensor.device_mesh, tensor.placements
+    is_first = isinstance(first, Shard | placement_types._StridedShard) and first.dim == 0
+    known = isinstance(mesh, _GroupsMesh) and (mesh.mesh_dim_names or ())[:1] == (SHARDS,)
+    return known and is_first and all(isinstance(each, Shard | Replicate) for each in others)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
