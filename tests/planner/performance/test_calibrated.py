@@ -46,6 +46,17 @@ def test_elsewhere_the_common_part_of_the_ratio_is_taken_over() -> None:
     assert errors[-1] == pytest.approx(0.2 * math.sqrt(1 - 0.7**2), rel=0.02)
 
 
+@pytest.mark.parametrize("ratio", [1e-3, 0.1, 10.0, 1e3])
+@pytest.mark.parametrize("sizes", [(64,), (16, 32, 64)])
+def test_a_prior_of_another_machine_gives_the_shape_alone(ratio: float, sizes: tuple[int, ...]) -> None:
+    """The part that all sizes share is not held back by an error that the prior does not declare."""
+    points = [(x, ratio * PRIOR.throughput(x)) for x in sizes]
+    model = CalibratedModel(prior=PRIOR, measured=measured(*points), prior_error=0.27)
+    ratios = [model.throughput(x) / PRIOR.throughput(x) / ratio for x in (8, 64, 128, 512, 2048)]
+    assert ratios == pytest.approx([1.0] * 5, rel=0.02)
+    assert 0.1 < model.uncertainty(2048) <= 0.27
+
+
 @settings(deadline=None)
 @given(st.dictionaries(st.integers(1, 4096), st.floats(0.3, 3.0), max_size=6), st.integers(0, 5000))
 def test_the_error_is_at_most_the_priors(ratios, num_workers) -> None:

@@ -7,8 +7,10 @@ process:
 
 e(x): the prior's relative error; c: the part of its error that is the same for all x (a wrong efficiency moves the
 whole curve); l: number of doublings of x after which the remaining part is uncorrelated. The samples' errors are those
-of the measured means. The result equals the measurement at a well measured x, the prior scaled by the common part far
-from all measurements, and the prior without any. Its error is small where measured and never above the prior's.
+of the measured means. If the mean z of log r(x) / e(x) is beyond 2 or -2, the whole curve is wrong by more than the
+prior declares, as one of another machine is, and the common part is c + z^2 - 4. The result equals the measurement at a
+well measured x, the prior scaled by the common part far from all measurements, and the prior without any. Its error is
+small where measured and never above the prior's.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from unicron_lightning.planner.performance.model import ParallelConfiguration, P
 
 _COMMON: Final = 0.7
 """c, the part of the prior's error that all x share."""
+_SURPRISE: Final = 2.0
+"""Standard errors of the prior by which the measurements may differ from it without a doubt of its level."""
 _DOUBLINGS: Final = 1.0
 """l, doublings of x after which the rest of the error is independent."""
 _NOISE: Final = 0.05
@@ -120,29 +124,32 @@ class CalibratedModel:
         }
 
     @cached_property
-    def _samples(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """log2 x, e(x), K^-1 log r and K^-1 of the measured counts where the prior is above 0."""
+    def _samples(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, float]:
+        """log2 x, e(x), K^-1 log r and K^-1 of the measured counts where the prior is above 0; the common part."""
         rows = [
             (math.log2(count), self._error(count), math.log(mean / self.prior.throughput(count)), self._errors[count])
             for count, mean in sorted((count, each.flops_per_second) for count, each in self.measured.items())
             if self.prior.throughput(count) > 0 and math.isfinite(self._error(count))
         ]
         places, errors, ratios, noise = np.array(rows, dtype=np.float64).reshape(len(rows), 4).T
-        covariance = self._kernel(places, errors, places, errors) + np.diag(np.maximum(noise, 1e-9) ** 2)
+        level = float(np.mean(ratios / errors)) if rows and errors.all() else 0.0
+        common = _COMMON + max(0.0, level**2 - _SURPRISE**2)
+        covariance = _kernel(places, errors, places, errors, common) + np.diag(np.maximum(noise, 1e-9) ** 2)
         inverse: FloatArray = np.linalg.inv(covariance).astype(np.float64)
-        return places, errors, inverse @ ratios, inverse
-
-    def _kernel(self, places: FloatArray, errors: FloatArray, others: FloatArray, their: FloatArray) -> FloatArray:
-        distance = np.abs(places[:, None] - others[None, :]) / _DOUBLINGS
-        shared: FloatArray = _COMMON + (1 - _COMMON) * np.exp(-distance)
-        return errors[:, None] * their[None, :] * shared
+        return places, errors, inverse @ ratios, inverse, common
 
     def _log_ratio(self, num_workers: int) -> tuple[float, float]:
         """Mean and standard deviation of log r(x) after the measurements."""
-        places, errors, solved, inverse = self._samples
+        places, errors, solved, inverse, common = self._samples
         error = self._error(num_workers)
         if num_workers == 0 or not math.isfinite(error) or not len(places):
             return 0.0, error
-        here = self._kernel(np.array([math.log2(num_workers)]), np.array([error]), places, errors)[0]
-        variance = error**2 - float(here @ inverse @ here)
-        return float(here @ solved), math.sqrt(max(variance, 0.0))
+        here = _kernel(np.array([math.log2(num_workers)]), np.array([error]), places, errors, common)[0]
+        variance = error**2 * (common + 1 - _COMMON) - float(here @ inverse @ here)
+        return float(here @ solved), min(math.sqrt(max(variance, 0.0)), error)
+
+
+def _kernel(places: FloatArray, errors: FloatArray, others: FloatArray, their: FloatArray, common: float) -> FloatArray:
+    distance = np.abs(places[:, None] - others[None, :]) / _DOUBLINGS
+    shared: FloatArray = common + (1 - _COMMON) * np.exp(-distance)
+    return errors[:, None] * their[None, :] * shared
