@@ -39,10 +39,8 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
     """Scenario: train to the last of ``steps``, keep the parameters after each; return the gradients' norms."""
     doubled.install(settings)
     torch.compiler.set_stance("force_eager")  # as in train.py
-    options, experts, parts = toy.Toy(**settings["toy"]), settings.get("ep", 1), settings.get("cp", 1)
-    plain.start(
-        rank, world, folder, tp=settings["tp"], pp=settings["pp"], vpp=settings.get("vpp", 1), cp=parts, ep=experts
-    )
+    options, parts = toy.Toy(**settings["toy"]), settings.get("cp", 1)
+    plain.start(rank, world, folder, **{name: settings.get(name, 1) for name in ("tp", "pp", "vpp", "cp", "ep")})
     module, ddps, optimizer = _build(settings, options)
     data = _samples(settings, options.length)
     norms, balances = [], []

@@ -104,8 +104,8 @@ def initialize_state(part: Any) -> None:
 
 
 class ShardedOptimizer:
-    """A rank's model with its distributed optimizers: that of the parameters which its replica's lanes have in common,
-    divided over lanes and replicas, and that of the lane's own experts, divided over replicas.
+    """A rank's model with its distributed optimizers: that of the parameters which its replica's columns have in
+    common, divided over columns and replicas, and that of its own experts, divided over those that have the same.
 
     Parameters are numbered as in the model; to those of an expert the number of parameters is added for each earlier
     lane, so that each element of all lanes has a name, and the ranks of all lanes mirror and restore them together.

@@ -147,9 +147,8 @@ class Grid:
 
     def within(self) -> Iterator[tuple[int, ...]]:
         """Sets of this worker's replica, as shards: its layers' slices, its pipeline, the pipeline's ends, and the
-        whole replica; with several columns also its own, those among which a sequence or experts
-        are divided, and those of `_equal_columns`.
-        With FSDP2: its lane, the workers of its slice, and the whole replica.
+        whole replica; with several columns also its own, those among which a sequence or experts are divided, and
+        those of `_equal_columns`. With FSDP2: its lane, the workers of its slice, and the whole replica.
         """
         shape = self.shape
         tensor, stage = shape.coordinate(self.shard)
@@ -183,8 +182,7 @@ class Grid:
 
     def across(self) -> Iterator[tuple[int, ...]]:
         """Sets of several replicas, as ranks: this worker's shard and, unless parameters are divided into shards, its
-        stage and all ranks; with several columns also those of `_equal_columns` with its slice or
-        all.
+        stage and all ranks; with several columns also those of `_equal_columns`, with its slice or all.
         """
         shape = self.shape
         yield tuple(sorted(self.number(place, self.shard) for place in range(self.replicas)))
