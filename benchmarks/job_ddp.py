@@ -22,7 +22,7 @@ class Checkpoints:
     """A file that rank 0 writes after every tenth step; other systems replace this.
 
     Args:
-        model, optimizer: whose state it has.
+        model, optimizer: it has their state.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

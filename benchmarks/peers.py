@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0, help="time limit of a recovery without a replacement")
     parser.add_argument("--output", type=Path, default=Path("bench-output/peers"))
     parser.add_argument("--environments", type=Path, default=Path("bench-output/environments"))
-    parser.add_argument("--write", type=Path, help="page whose figures are replaced")
+    parser.add_argument("--write", type=Path, help="page with the figures to replace")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     kept = options.output / "results.json"

@@ -18,7 +18,7 @@ from unicron_lightning.local_cluster.processes import until
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 CUSTOM = {"JobSet", "TrainingRuntime", "TrainJob"}
-"""Kinds of custom resources of which a package has models."""
+"""Kinds of custom resources; a package has models of them."""
 QUEUES = {"ResourceFlavor", "ClusterQueue", "LocalQueue"}
 """Those of Kueue."""
 MANIFESTS = [path for path in sorted(KUBERNETES.rglob("*.yaml")) if path.name != "kustomization.yaml"]

@@ -23,7 +23,7 @@ SHAPES = {
            "vocabulary_size": 51200, "global_batch_size": 12, "micro_batch_size": 4, "uneven_shares": True}
     for name, layers in (("flat", 24), ("steep", 18))
 }  # fmt: skip
-"""Models whose steps take about 1.1 and 0.9 s with a slot, and a third of it with three."""
+"""Models with steps of about 1.1 and 0.9 s with a slot, and a third of it with three."""
 PRIORS: dict[str, dict[str, dict[str, Any]]] = {
     "profile": {
         name: {"flops_per_step": FLOPS[name], "profile": {slots: slots * STATED[name] for slots in (1, 2, 3)}}

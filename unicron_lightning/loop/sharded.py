@@ -309,7 +309,7 @@ class ShardedObjects(RegisteredObjects):
         for optimizer in self.optimizers.values():
             if isinstance(optimizer, LBFGS):
                 raise ConfigError(
-                    "LBFGS needs all parameters at once, of which each worker has a shard; expected AdamW"
+                    "LBFGS needs all parameters at once, and each worker has a shard of them; expected AdamW"
                 )
         for each in self.divided():
             assert isinstance(each, DTensor)
