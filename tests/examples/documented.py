@@ -68,8 +68,6 @@ PORT: Final = "--rdzv-backend unicron", "--rdzv-backend unicron --rdzv-endpoint 
 ELSEWHERE: Final = {
     "make ": "a suite or a demonstration of the checkout: test_make_targets_exist, tests/demo, tests/fsdp",
     "pip install": "the environment of this test is such an installation; the index is not asked",
-    "python3 -m venv torchft-venv": "prepares torchft from the index",
-    "torchft-venv/bin/python": "prepares torchft from the index",
     "sbatch ": "needs Slurm",
     "UNICRON_ENDPOINT=HOST:29461 UNICRON_TOKEN=... deploy/slurm": "needs Slurm",
     "kubectl ": "needs Kubernetes",

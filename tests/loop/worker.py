@@ -121,9 +121,12 @@ class Deaths:
     def wait(self) -> None:
         """Wait until the replacement of a worker that has died may be admitted, or all are there at the start."""
         run, engine = self._run, self._run.engine
-        if engine.control is None or len(self._died()) <= self._expected:
+        died = len(self._died())
+        # A mark may be there before its worker is dead, and others may be at the start of the same step then.
+        still_whole = self._expected >= 0 and run.world_size >= self._workers
+        if engine.control is None or died <= self._expected or still_whole:
             return
-        self._expected = len(self._died())
+        self._expected = died
         limit = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < limit and run.world_size < self._workers:
             if engine.control.newer_than(engine.world.epoch):
