@@ -63,7 +63,7 @@ from unicron_lightning.strategies.stopping import Stopping, surround
 from unicron_lightning.worker.comparison import Comparison
 from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.engine import Engine, World
-from unicron_lightning.worker.model_state import keep_types
+from unicron_lightning.worker.model_state import are_converted, keep_types
 from unicron_lightning.worker.reporting import StepReports
 from unicron_lightning.worker.reproducible import announced, restore_kernels, use_deterministic_kernels
 from unicron_lightning.worker.session import Session
@@ -627,8 +627,9 @@ class FaultTolerantStrategy(CollectingStrategy):
 
         def load() -> None:
             default(checkpoint)
+            converted = are_converted(self.module, checkpoint.get("state_dict", {}))
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-                keep_types(optimizer, state)
+                keep_types(optimizer, state, converted=converted)
 
         self.parallelism.checkpoints.load_optimizers(checkpoint, load)
 

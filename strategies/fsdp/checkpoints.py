@@ -27,6 +27,7 @@ from unicron_lightning.strategies.state.checkpointing import (
     write_checkpoint,
 )
 from unicron_lightning.worker.codec import unpack_parts
+from unicron_lightning.worker.model_state import are_converted
 from unicron_lightning.worker.operations import Agreement
 
 if TYPE_CHECKING:
@@ -129,4 +130,5 @@ class ShardedCheckpoints(SingleFileCheckpoints):
         if part:
             folder.load_optimizer_part(part, self._parallel.strategy.module, optimizer)
         elif state:
-            load_optimizer(optimizer, state, whole=True)
+            converted = are_converted(self._parallel.strategy.module, checkpoint["state_dict"])
+            load_optimizer(optimizer, state, whole=True, converted=converted)

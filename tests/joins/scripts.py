@@ -98,6 +98,31 @@ class Net(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
 
 
+class NarrowMomentum(torch.optim.Optimizer):
+    """Has states of another type than the parameters, one of them nested."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for each in group["params"]:
+                state, gradient = self.state[each], each.grad.float()
+                if not state:
+                    state.update(momentum=torch.zeros_like(gradient), means=[torch.zeros_like(gradient)])
+                state["momentum"].mul_(0.9).add_(gradient)
+                state["means"][0].mul_(0.5).add_(gradient, alpha=0.5)
+                each.sub_((state["momentum"] + state["means"][0]).double(), alpha=group["lr"])
+        return loss
+
+
+class Narrow(Net):
+    def configure_optimizers(self) -> Any:
+        return NarrowMomentum(self.parameters())
+
+
 class HalfRates(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
         for group in trainer.optimizers[0].param_groups:
@@ -385,6 +410,8 @@ SCRIPTS = {
     "saved": Script(runs=saving(monitor="loss", every_n_train_steps=2, save_top_k=-1), kill=(1, 13, 0)),
     "saved_last": Script(runs=saving(monitor="val_loss", save_last=True), kill=(1, 13, 1)),
     "sharded": Script(runs=hooked(ScaledWeights, HalfRates, OptimizerState, strategy=sharded)),
+    "narrow_state": Script(runs=hooked(HalfRates, net=Narrow)),
+    "sharded_narrow_state": Script(runs=hooked(HalfRates, net=Narrow, strategy=sharded)),
     "sharded_twice": Script(runs=twice(ScaledWeights, Net, same=True, strategy=sharded), kill=(2, 21, 0)),
     "second_fit": Script(runs=twice(HalfRates, Net, same=False), kill=(2, 7, 1)),
     "second_fit_same": Script(runs=twice(ScaledWeights, Net, same=True), kill=(2, 21, 1)),

@@ -90,8 +90,8 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, whole: bool) -> None:
-    """Load a state dict with whole tensors, or with this worker's parts of them."""
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, whole: bool, converted: bool = False) -> None:
+    """Load a state dict with whole tensors, or with this worker's parts of them; ``converted`` as of `keep_types`."""
     parameters = _parameters_of(optimizer)
 
     def own(key: int, value: Any) -> Any:
@@ -102,8 +102,9 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, whole: boo
             return value
         return state_shard(parameter, value) if whole else with_local_shard(parameter, value)
 
-    optimizer.load_state_dict(with_values(state, own))
-    keep_types(optimizer, state)
+    divided = with_values(state, own)
+    optimizer.load_state_dict(divided)
+    keep_types(optimizer, divided, converted=converted)
 
 
 def with_values(state: Mapping[str, Any], change: Callable[..., Any], *others: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +188,7 @@ def read_optimizer_part(folder: Path, module: nn.Module) -> dict[str, Any]:
     The optimizer may not have its groups yet: `load_optimizer_part` gives them to it.
     """
     parameters, known = module.state_dict(keep_vars=True), StoredFolder(folder)
-    made: dict[int, Tensor] = {}
+    made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def make(name: str, place: Sequence[str | int]) -> HeldTensor:
         entry, about = known.entries[name], parameters.get(str(place[2])) if place[1] == "state" else None
@@ -198,11 +199,18 @@ def read_optimizer_part(folder: Path, module: nn.Module) -> dict[str, Any]:
         assert isinstance(like, DTensor)
         block = region(like)
         data = torch.empty([each.stop - each.start for each in block], dtype=dtype, device=local_shard(about).device)
-        made[id(data)] = with_local_shard(about, data, size)
+        made[id(data)] = about, with_local_shard(about, data, size)
         return HeldTensor(name, data, size, tuple(each.start for each in block))
 
     own: dict[str, Any] = known.read(lambda place: place[0] == OPTIMIZER, make).get(OPTIMIZER, {})
-    divided: dict[str, Any] = tree_map(lambda value: made.get(id(value), value), own)
+    types = {name: entry.properties.dtype for name, entry in known.entries.items()}
+    same = all(types.get(f"{MODEL}.{name}", tensor.dtype) == tensor.dtype for name, tensor in parameters.items())
+
+    def taken(value: Any) -> Any:
+        about, tensor = made.get(id(value), (None, value))
+        return tensor if same or about is None else tensor.to(about.dtype)
+
+    divided: dict[str, Any] = tree_map(taken, own)
     return divided
 
 

@@ -19,7 +19,7 @@ from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import digest, part_of
 from unicron_lightning.worker.buckets import TrainedParameters
 from unicron_lightning.worker.comparison import comparable, describe_optimizer, plain_text, shared_state
-from unicron_lightning.worker.model_state import keep_types, layer_settings, set_layers
+from unicron_lightning.worker.model_state import are_converted, keep_types, layer_settings, set_layers
 from unicron_lightning.worker.module_buffers import restore_unsaved, unsaved
 
 RESERVED: Final = "unicron_loop"
@@ -121,13 +121,14 @@ class RegisteredObjects:
         theirs = {*models, *rest["optimizers"], *rest["others"]}
         if mine != theirs:
             raise ConfigError(f"registered are {sorted(mine)}, but the state has {sorted(theirs)}: expected the same")
+        converted = any(are_converted(each, models[name]) for name, each in self.module.named_children())
         for name, module in self.module.named_children():
             self._load_model(module, models[name])
         for parameter, needed in zip(self.module.parameters(), rest["requires_grad"], strict=True):
             parameter.requires_grad_(needed)
         restore_unsaved(self.module, rest["buffers"])
         for name, optimizer in self.optimizers.items():
-            self._load_optimizer(optimizer, rest["optimizers"][name])
+            self._load_optimizer(optimizer, rest["optimizers"][name], converted=converted)
         for name, state in self._others_in(rest).items():
             self.others[name].load_state_dict(state)
         set_layers(self.module, rest["layers"])
@@ -141,9 +142,9 @@ class RegisteredObjects:
     def _load_model(self, module: nn.Module, state: Mapping[str, Any]) -> None:
         module.load_state_dict(state)
 
-    def _load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    def _load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any], *, converted: bool) -> None:
         optimizer.load_state_dict(dict(state))
-        keep_types(optimizer, state)
+        keep_types(optimizer, state, converted=converted)
 
     # ---- comparison
 

@@ -340,9 +340,9 @@ class ShardedObjects(RegisteredObjects):
             load_parameters(module, state)
 
     @override
-    def _load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    def _load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any], *, converted: bool) -> None:
         if state:
-            load_optimizer(optimizer, state, whole=True)
+            load_optimizer(optimizer, state, whole=True, converted=converted)
 
     @override
     def describe(self) -> dict[str, str]:

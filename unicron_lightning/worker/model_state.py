@@ -24,24 +24,48 @@ def share_initial(tensors: Sequence[Tensor], engine: Engine) -> None:
             tensor.copy_(value)
 
 
-def keep_types(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Give scalars of an optimizer's state, which has been loaded, the types that they have in it.
+def keep_types(optimizer: Optimizer, state: Mapping[str, Any], *, converted: bool = False) -> None:
+    """Give an optimizer's state, which has been loaded, the types that it has in a state dict.
 
-    Torch converts all but the number of steps to the type of the parameter, which may round them: of ASGD, NAdam and
-    Rprop to bfloat16. The worker would differ from those whose state it has.
+    Torch converts all tensors but the number of steps to the type of the parameter. This may round them, as scalars of
+    ASGD, NAdam and Rprop, and float32 moments of parameters in bfloat16. The worker would differ from those whose state
+    it has. An optimizer that loads in a way of its own keeps what it makes of tensors.
 
     Args:
         optimizer: has loaded ``state``.
         state: its `state_dict` elsewhere; without values if those are in shards.
+        converted: whether the parameters had other types there. Then only scalars keep theirs.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    scalars_only = converted or type(optimizer).load_state_dict is not Optimizer.load_state_dict
     for number, values in state.get("state", {}).items():
-        own = optimizer.state.get(parameters[int(number)], {})
-        for name, value in values.items():
-            loaded = own.get(name)
-            is_scalar = isinstance(value, Tensor) and value.dim() == 0
-            if is_scalar and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
-                own[name] = value.detach().clone().to(loaded.device)
+        own = optimizer.state.get(parameters[int(number)])
+        if own is not None:
+            own.update(_with_types(own, values, scalars_only=scalars_only))
+
+
+def _with_types(loaded: Any, value: Any, *, scalars_only: bool) -> Any:
+    """Return what was loaded, with the types of a value, which may be nested."""
+    if isinstance(value, Tensor) and isinstance(loaded, Tensor):
+        kept = loaded.dtype == value.dtype or loaded.shape != value.shape or (scalars_only and value.dim() > 0)
+        return loaded if kept else value.detach().clone().to(loaded.device)
+    if isinstance(value, Mapping) and isinstance(loaded, Mapping):
+        common = loaded.keys() & value.keys()
+        return {
+            **loaded,
+            **{name: _with_types(loaded[name], value[name], scalars_only=scalars_only) for name in common},
+        }
+    if isinstance(value, list) and isinstance(loaded, list) and len(value) == len(loaded):
+        return [_with_types(*pair, scalars_only=scalars_only) for pair in zip(loaded, value, strict=True)]
+    return loaded
+
+
+def are_converted(module: nn.Module, saved: Mapping[str, Any]) -> bool:
+    """Whether parameters have other types than in a saved state dict of the module."""
+    return any(
+        isinstance(found := saved.get(name), Tensor) and found.dtype != parameter.dtype
+        for name, parameter in module.named_parameters()
+    )
 
 
 _PLAIN: Final = (bool, int, float, type(None))
