@@ -203,8 +203,8 @@ def read_optimizer_part(folder: Path, module: nn.Module) -> dict[str, Any]:
         return HeldTensor(name, data, size, tuple(each.start for each in block))
 
     own: dict[str, Any] = known.read(lambda place: place[0] == OPTIMIZER, make).get(OPTIMIZER, {})
-    types = {name: entry.properties.dtype for name, entry in known.entries.items()}
-    same = all(types.get(f"{MODEL}.{name}", tensor.dtype) == tensor.dtype for name, tensor in parameters.items())
+    saved = {name: known.entries.get(f"{MODEL}.{name}") for name in parameters}
+    same = all(entry is None or entry.properties.dtype == parameters[name].dtype for name, entry in saved.items())
 
     def taken(value: Any) -> Any:
         about, tensor = made.get(id(value), (None, value))
