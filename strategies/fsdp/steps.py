@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from unicron_lightning.data.loader import BatchRows, GlobalBatch
 from unicron_lightning.data.seeding import place_seed, seed_all
-from unicron_lightning.fsdp.gradients import clip_shards
+from unicron_lightning.fsdp.gradients import clip_factor, clip_shards
 from unicron_lightning.fsdp.mesh import check_norms
 from unicron_lightning.fsdp.rows import StepRows
 from unicron_lightning.replica.step import ReplicaEvaluation, ReplicaStep
@@ -133,7 +133,7 @@ def clipped(trainer: pl.Trainer, norm: Callable[[], float], gradient: Tensor) ->
         return gradient
     if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
         return gradient.clamp(-most, most)
-    return gradient * min(1.0, most / (norm() + 1e-6))
+    return gradient * clip_factor(norm(), float(most))
 
 
 def clip_by_agreed_norm(plugin: Precision, norm: Callable[[], float], staged: Callable[[], bool]) -> None:

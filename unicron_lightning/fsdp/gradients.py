@@ -166,6 +166,11 @@ class ShardedGradients:
             self.peers.sum(flat)
 
 
+def clip_factor(norm: float, most: float) -> float:
+    """Return the factor by which gradients of a norm are clipped to at most another one."""
+    return min(1.0, most / (norm + 1e-6))
+
+
 def clip_shards(parameters: Iterable[nn.Parameter], most: float, norm: float) -> float:
     """Clip gradients by a norm that the shards have agreed on before the commit; no communication may follow it.
 
@@ -177,7 +182,7 @@ def clip_shards(parameters: Iterable[nn.Parameter], most: float, norm: float) ->
     Returns:
         The factor.
     """
-    factor = min(1.0, most / (norm + 1e-6))
+    factor = clip_factor(norm, most)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if grads:
         torch._foreach_mul_(local_shards(grads), factor)

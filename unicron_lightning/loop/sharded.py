@@ -35,7 +35,7 @@ from unicron_lightning.fsdp.folder import (
     whole_optimizer,
     whole_parameters,
 )
-from unicron_lightning.fsdp.gradients import clip_shards
+from unicron_lightning.fsdp.gradients import clip_factor, clip_shards
 from unicron_lightning.fsdp.holder import ShardHolder
 from unicron_lightning.fsdp.mesh import check_norms, reshard, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard, accelerator_for
@@ -447,8 +447,8 @@ class ShardedLoopSteps(LoopSteps):
 
     def _clipped(self, gradient: Tensor) -> Tensor:
         """Return a part of a gradient, clipped to `max_norm`."""
-        norm, most = self._models.shard.grad_norm, self.max_norm
-        return gradient if most is None else gradient * min(1.0, most / (norm + 1e-6))
+        most = self.max_norm
+        return gradient if most is None else gradient * clip_factor(self._models.shard.grad_norm, most)
 
     @override
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
