@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from worker.simulation import Coordinator, Fault, Killed, run_threads
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.errors import ConfigError, GradientsDiffer, SilentCorruption
+from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.effects import Effects
 from unicron_lightning.worker.engine import Engine, EpochChanged
@@ -516,6 +518,52 @@ def test_deaths_at_any_point_beside_a_wrong_rank(
     if survivors and isinstance(error, SilentCorruption) and error.suspect["step"] == begins + 1:
         assert {name for name, each in programs.items() if each.error} == {broken}
         check(survivors)
+
+
+@pytest.mark.parametrize(("world", "victim"), [(3, 1), (3, 2), (4, 1), (4, 3)])
+def test_samples_handed_by_a_rank_that_dies_are_read_again(
+    monkeypatch: pytest.MonkeyPatch, world: int, victim: int
+) -> None:
+    """Also by the rank that was its witness, and has them, if no micro-batch was finished."""
+    hand_over = WitnessedStep.hand_over
+    given: set[tuple[str, int, int]] = set()
+    all_have_them = Barrier(world)
+
+    def hand_over_and_die(step: WitnessedStep, engine: Engine) -> None:
+        hand_over(step, engine)
+        if engine.world.size < world:
+            return
+        rank, control = engine.world.rank, engine.control
+        given.update((engine.world.workers[rank], engine.step, number) for number in {*step._handed} - {step.own})
+        if engine.step == 4:
+            all_have_them.wait(30)
+            if rank == victim:
+                raise Killed
+            assert control is not None
+            with control.condition:
+                assert control.condition.wait_for(lambda: control.failed_since(engine.world.epoch), 30)
+
+    monkeypatch.setattr(WitnessedStep, "hand_over", hand_over_and_die)
+    programs = simulate(world, {}, streams=True)
+    survivors = {name: each for name, each in programs.items() if each.finished}
+    assert len(survivors) == world - 1
+    assert given & {(name, *place) for name, each in survivors.items() for place in each.ran}
+    check(survivors)
+
+
+def test_samples_in_doubt_are_those_of_the_rank_that_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of a witness, whose memory may be wrong: it would find its own runs, and those of others, right."""
+    hand_over = WitnessedStep.hand_over
+
+    def hand_over_and_change(step: WitnessedStep, engine: Engine) -> None:
+        hand_over(step, engine)
+        if engine.step == 2 and engine.world.rank == 2 and step._other is not None:
+            step._handed[step._other] = codec.encode(2 * codec.decode(step._handed[step._other]))
+
+    monkeypatch.setattr(WitnessedStep, "hand_over", hand_over_and_change)
+    programs = simulate(3, {}, streams=True)
+    assert [name for name, each in programs.items() if each.error] == ["w2"]
+    check(programs)
 
 
 def test_samples_of_streams_must_be_plain_data() -> None:

@@ -261,6 +261,8 @@ class WitnessedStep:
             return own[place % len(own)] if own else None
 
         self._owned, self._holders = owned, ()
+        # A rank reads its micro-batches itself: another one, which has read them for an earlier plan, may be wrong.
+        self._handed = {number: each for number, each in self._handed.items() if number == self.own}
         self.own, self._other = owned(rank), owned((rank + 1 + shift) % ranks)
 
     def plan_together(
@@ -413,9 +415,14 @@ class WitnessedStep:
     def _hand_to_all(self, engine: Engine, doubtful: Sequence[int]) -> None:
         if self._read is None:
             return
-        own = msgspec.msgpack.encode({number: self._handed[number] for number in doubtful if number in self._handed})
-        for part in gather_bytes(engine.communicator, own, engine.tag("doubtful")):
-            self._handed.update(msgspec.msgpack.decode(part, type=dict[int, bytes]))
+        known = {number: self._handed[number] for number in doubtful if number in self._handed}
+        word = msgspec.msgpack.encode([self.own, known])
+        parts = gather_bytes(engine.communicator, word, engine.tag("doubtful"))
+        words = [msgspec.msgpack.decode(part, type=tuple[int | None, dict[int, bytes]]) for part in parts]
+        for _, samples in words:
+            self._handed.update(samples)
+        # A wrong witness may have changed what it was handed, so the rank that has read a micro-batch is believed.
+        self._handed.update({own: samples[own] for own, samples in words if own is not None and own in samples})
 
     def _run_again(self, engine: Engine, micro_batch: int) -> None:
         self._repeats = True
