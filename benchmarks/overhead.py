@@ -1,21 +1,22 @@
 """Measure the strategy's failure-free cost: steps per second against Lightning's ``ddp``, in one run.
 
     python benchmarks/overhead.py [--sizes 1M 10M] [--buckets 1 5 25] [--pairs 8] [--launches 5]
+    python benchmarks/overhead.py --workers 8 --accumulate 4 --buckets 25 --pairs 5
     python benchmarks/overhead.py --jobs watched unwatched --sizes 1M --buckets 25 --launches 8
     python benchmarks/overhead.py --jobs memory unicron --sizes 10M --buckets 25 --steps 20
     python benchmarks/overhead.py --jobs beside saved --sizes 10M --buckets 25 --steps 20 --pairs 4
     python benchmarks/overhead.py --jobs loop plain --sizes 10M --buckets 25 --launches 3
     python benchmarks/overhead.py --accelerator gpu --sizes 100M --buckets 25 --launches 3
 
-The second command measures the cost of all monitoring: ``watched`` adds the callbacks, ``unwatched`` has neither the
-callbacks nor the statistics of steps. The third one measures states in the agents' memory, staged every ten steps: its
-ratio is that of mean step times, and ``stall`` is the share of the time for which the training thread stages. The
-fourth one saves every ten steps by UnicronCheckpoint and ModelCheckpoint: ``stall_ratio`` is the time of the saves on
-the training thread, of the former to the latter. The
-fifth one compares a loop of `unicron_lightning.Run` to one written by hand with DDP, both without Lightning. The last
-one runs both ranks on one GPU with bf16 and a fused AdamW.
+The second command has more workers and micro-batches. The third one measures the cost of all monitoring: ``watched``
+adds the callbacks, ``unwatched`` has neither the callbacks nor the statistics of steps. The fourth one measures states
+in the agents' memory, staged every ten steps: its ratio is that of mean step times, and ``stall`` is the share of the
+time for which the training thread stages. The fifth one saves every ten steps by UnicronCheckpoint and ModelCheckpoint:
+``stall_ratio`` is the time of the saves on the training thread, of the former to the latter. The sixth one compares a
+loop of `unicron_lightning.Run` to one written by hand with DDP, both without Lightning. The last one runs both ranks on
+one GPU with bf16 and a fused AdamW.
 
-Both jobs exist at the same time with two workers each, but only one computes. They alternate in short segments
+Both jobs exist at the same time with as many workers each, but only one computes. They alternate in short segments
 (unicron, ddp, ddp, unicron, ...), so that other load on the machine affects both alike. A launch's ratio is that of the
 two median step times, with the 95 % interval of a bootstrap over pairs of segments. Pairs of processes differ by
 several per cent whichever job they run (heap layout, placement of threads), and keep the difference for their lifetime.
@@ -44,7 +45,6 @@ from measure import Figures
 from unicron_lightning.local_cluster.processes import Processes, free_port
 
 HERE = Path(__file__).resolve().parent
-WORKERS = 2
 KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000"}
 WARM_UP = 2
 """Steps at the start of a segment that are not counted."""
@@ -56,7 +56,9 @@ JOBS = ("unicron", "ddp")
 class Job:
     """One of the two jobs; computes only during `segment`."""
 
-    def __init__(self, name: str, folder: Path, arguments: Sequence[str], malloc: dict[str, str]) -> None:
+    def __init__(
+        self, name: str, folder: Path, arguments: Sequence[str], malloc: dict[str, str], workers: int = 2
+    ) -> None:
         self.name = name
         self._segments = 0
         environment = {
@@ -73,9 +75,9 @@ class Job:
         script = "job_loop_overhead.py" if name in ("loop", "plain") else "job_overhead.py"
         on_gpu = malloc.get("BENCH_ACCELERATOR") == "gpu"
         # NCCL takes the ranks of one GPU for those of several hosts only if each has an agent with a host id.
-        agents = WORKERS if on_gpu else 1
+        agents = workers if on_gpu else 1
         torchrun: list[str | Path] = [Path(sys.executable).parent / "torchrun"]
-        torchrun += [f"--nproc-per-node={WORKERS // agents}", f"--nnodes={agents}:{agents}"]
+        torchrun += [f"--nproc-per-node={workers // agents}", f"--nnodes={agents}:{agents}"]
         torchrun += [f"--rdzv-backend={back_end}", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=bench"]
         for number in range(agents):
             words = [*torchrun, HERE / script, name, *arguments]
@@ -113,6 +115,7 @@ def compare(
     folder: Path,
     malloc: dict[str, str] | None = None,
     names: tuple[str, str] = JOBS,
+    workers: int = 2,
 ) -> Figures:
     """Run both jobs in turns with one setting; ``malloc`` is added to both jobs' environment."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -124,7 +127,7 @@ def compare(
     load = os.getloadavg()[0]
     try:
         for name in names:
-            jobs[name] = Job(name, folder / name, words, malloc or {})
+            jobs[name] = Job(name, folder / name, words, malloc or {}, workers)
         for job in jobs.values():
             job.segment()
         for pair in range(pairs):
@@ -142,6 +145,7 @@ def compare(
     ratio, low, high = ratio_of_speeds(*(times[name] for name in names), average)
     return {
         "size": size,
+        "workers": workers,
         "bucket_mib": bucket_mib,
         "accumulate": accumulate,
         "pairs": pairs,
@@ -187,6 +191,7 @@ def series(
     malloc: dict[str, str] | None = None,
     names: tuple[str, str] = JOBS,
     launches: int = 1,
+    workers: int = 2,
 ) -> list[Figures]:
     """Compare the jobs for every size and bucket size, over ``launches`` launches each."""
     results: list[Figures] = []
@@ -194,7 +199,7 @@ def series(
         folder = output / f"{size}-{bucket:g}"
         runs = []
         for _ in range(launches):
-            runs.append(compare(size, bucket, accumulate, pairs, steps, folder, malloc, names))
+            runs.append(compare(size, bucket, accumulate, pairs, steps, folder, malloc, names, workers))
             print(json.dumps(runs[-1]), flush=True)
         results.append(summed_up(runs))
     return results
@@ -226,13 +231,13 @@ def summed_up(runs: Sequence[Figures]) -> Figures:
 def table(results: Sequence[Figures]) -> str:
     """The results as a Markdown table."""
     ours, theirs = results[0]["jobs"]
-    titles = ["model", "bucket MiB", "micro-batches per worker", f"{ours} steps/s", f"{theirs} steps/s"]
+    titles = ["model", "workers", "bucket MiB", "micro-batches per worker", f"{ours} steps/s", f"{theirs} steps/s"]
     launches = results[0]["launches"]
     titles.append("ratio [95 %]" if launches == 1 else f"ratio [lowest-highest of {launches}]")
     titles += [f"{ours} CPU ms per step", f"{theirs} CPU ms per step"]
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     lines += [
-        f"| {r['size']} | {r['bucket_mib']:g} | {r['accumulate']} | {r['steps_per_s'][0]:.2f} | "
+        f"| {r['size']} | {r['workers']} | {r['bucket_mib']:g} | {r['accumulate']} | {r['steps_per_s'][0]:.2f} | "
         f"{r['steps_per_s'][1]:.2f} | {r['ratio']:.3f} [{r['low']:.3f}-{r['high']:.3f}] | "
         f"{r['cpu_ms'][0]:.1f} | {r['cpu_ms'][1]:.1f} |"
         for r in results
@@ -245,6 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["1M", "10M"])
     parser.add_argument("--buckets", nargs="+", type=float, default=[1.0, 5.0, 25.0])
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=8, help="pairs of segments per launch")
     parser.add_argument("--launches", type=int, default=1)
@@ -270,6 +276,7 @@ def main() -> None:
                 extra,
                 tuple(arguments.jobs),
                 arguments.launches,
+                arguments.workers,
             )
         )
     )
