@@ -8,7 +8,7 @@ is silent and closes no connection. Strikes:
 - the leader is killed, or stopped for 6 to 20 s and woken; the stand-by is killed; both are;
 - one member of etcd is killed, or two for some seconds, or one is slow: stopped for 1.9 of every 2 s;
 - the disk of one member of etcd, or of two, is slow for 12 s: each fsync takes 2 s longer (needs strace);
-- the leader is cut from etcd, from agents, or from both, for 8 s;
+- the leader is cut from etcd, from agents, or from both, for 8 s or 25 s;
 
 at the same time a worker is killed, or an agent with its worker, whose node joins again, or a node is drained and
 used again, or, with --sharded, the model is on its way to another number of shards, or nothing happens. What was killed
@@ -59,7 +59,7 @@ from unicron_lightning.local_cluster.processes import free_port, kill, tied, unt
 
 MEMBERS, COORDINATORS = 3, 2
 STOPPED_SECONDS = (20.0, 6.0, 10.0)
-CUT_SECONDS = 8.0
+CUT_SECONDS = (8.0, 25.0)
 SLOW_DISK_SECONDS = 12.0
 SYNC_SECONDS = 2
 STRIKES = (
@@ -327,7 +327,7 @@ class Strike:
             time.sleep(4)
             cluster.members.start(self._killed.pop())
         if kind.startswith("cut"):
-            time.sleep(CUT_SECONDS)
+            time.sleep(self._chance.choice(CUT_SECONDS))
             for proxy in cluster.links(self._leader, kind):
                 proxy.heal()
         if kind in ("slow disk", "two slow disks"):

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +162,12 @@ class SocketAgent:
 
 @asynccontextmanager
 async def connected(
-    url: str, *names: str, nodes: tuple[int, int] = (1, 4), token: str | None = None
+    url: str, *names: str, nodes: tuple[int, int] = (1, 4), token: str | None = None, forwarded: bool = False
 ) -> AsyncIterator[list[SocketAgent]]:
     """Agents with open connections that have sent nothing yet."""
     async with aiohttp.ClientSession() as http:
-        sockets = [await open_socket(http, f"{url}/v1/agent", access(token)) for _ in names]
+        given = replace(access(token), forwarded=forwarded)
+        sockets = [await open_socket(http, f"{url}/v1/agent", given) for _ in names]
         try:
             yield [SocketAgent(name, nodes, socket_) for name, socket_ in zip(names, sockets, strict=True)]
         finally:

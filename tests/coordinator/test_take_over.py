@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 from coordinator.fake_etcd import MISSING, EtcdMembers, certificate_of_a_member, installed, three_members
-from coordinator.shell import Coordinator
+from coordinator.shell import Coordinator, connected
 
+from unicron_lightning import wire
 from unicron_lightning.cli.certs import write_certificates
 from unicron_lightning.cli.client import fetch
 from unicron_lightning.coordinator.etcd import Etcd, coded
+from unicron_lightning.coordinator.server.timers import GIVES_WAY_SECONDS
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
+from unicron_lightning.local_cluster.cluster import Proxy
 from unicron_lightning.local_cluster.processes import until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.faults, pytest.mark.skipif(not installed(), reason=MISSING)]
@@ -93,6 +96,40 @@ def test_a_stand_by_takes_over(members: EtcdMembers, tmp_path: Path, number: sig
             until("the first leads", lambda: leads(first), seconds=30)
             assert jobs(first) == ["one", "two"]
     finally:
+        ended(first, second)
+
+
+def test_a_leader_that_hears_no_agent_gives_way(members: EtcdMembers, tmp_path: Path) -> None:
+    """Once: the next one, which has heard none itself, keeps the leadership."""
+    first, link = spawned(members, tmp_path / "a"), None
+    second = None
+
+    async def beat() -> None:
+        async with connected(f"http://127.0.0.1:{link.port}", "n0", forwarded=True) as (agent,):
+            await agent.register()
+            for _ in range(20):
+                await agent.say(wire.Beat())
+                await asyncio.sleep(0.1)
+            assert leads(first) and not leads(second)
+            link.cut()
+            deadline = time.monotonic() + 30
+            while not await asyncio.to_thread(leads, second):
+                assert time.monotonic() < deadline, "nobody has taken over"
+                await agent.say(wire.Beat())
+                await asyncio.sleep(0.1)
+
+    try:
+        until("the first leads", lambda: leads(first), seconds=30)
+        link = Proxy(first.port)
+        second = spawned(members, tmp_path / "b")
+        asyncio.run(beat())
+        time.sleep(2 * GIVES_WAY_SECONDS)
+        assert leads(second) and not leads(first)
+        second.kill()
+        until("the first leads", lambda: leads(first), seconds=30)
+    finally:
+        if link is not None:
+            link.close()
         ended(first, second)
 
 

@@ -194,6 +194,8 @@ async def _take_turns(config: CoordinatorConfig, token: Token) -> bool:
         in_order = await server.run()
         if server.deposed is None or store.failed:
             return in_order and not store.failed
+        if server.gave_way:
+            await asyncio.sleep(config.store.lease_seconds)
 
 
 def _token(config: CoordinatorConfig) -> Token:

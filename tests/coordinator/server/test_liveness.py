@@ -4,6 +4,7 @@ import pytest
 
 from unicron_lightning.coordinator import events
 from unicron_lightning.coordinator.events import AbsencesDue, TimerFired, TimerKey
+from unicron_lightning.coordinator.server import timers as timers_module
 from unicron_lightning.coordinator.server.timers import Liveness, Timers
 from unicron_lightning.detection import silence
 from unicron_lightning.detection.silence import SilenceLimits, outdated
@@ -48,6 +49,29 @@ def test_nobody_is_lost_while_nobody_is_heard(
     found, excused = asyncio.run(watch())
     assert sorted(found) == lost
     assert excused != heard, "those that were away have time to come again"
+
+
+@pytest.mark.parametrize(("others", "heard", "gives"), [(0, True, True), (1, True, False), (0, False, False)])
+def test_a_leader_gives_way_if_all_agents_that_it_has_heard_are_silent(
+    others: int, heard: bool, gives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timers_module, "GIVES_WAY_SECONDS", 0.6)
+    given: list[int] = []
+
+    async def watch() -> None:
+        limits, timers = SilenceLimits(beat=0.1, least=0.25, most=0.5), Timers(lambda _: None)
+        liveness = Liveness(limits, lambda _: None, timers, lambda: given.append(0))
+        liveness.start(awaited=True)
+        if heard:
+            liveness.beat(0)
+        for _ in range(60):
+            await asyncio.sleep(0.02)
+            for conn in range(1, 1 + others):
+                liveness.beat(conn)
+        liveness.close()
+
+    asyncio.run(watch())
+    assert bool(given) == gives
 
 
 @pytest.mark.parametrize("awaited", [True, False])

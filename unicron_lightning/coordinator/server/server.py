@@ -83,6 +83,7 @@ class Server:
 
     Attributes:
         deposed: reason why another coordinator leads, once one may; None before.
+        gave_way: whether the reason is that no agent was heard.
 
     Raises:
         ConfigError: unusable address or state directory.
@@ -120,7 +121,8 @@ class Server:
             raise StoreUnusable(f"can't read {self.state_dir}: {error}") from error
         self._sessions: dict[int, PeerConnection] = {}
         self._timers = Timers(self.apply)
-        self._liveness = Liveness(config.detection.silence(), lambda conn: self._sessions[conn].abort(), self._timers)
+        silence = config.detection.silence()
+        self._liveness = Liveness(silence, lambda conn: self._sessions[conn].abort(), self._timers, self._give_way)
         self._presence, self._garbage = Presence(), FullCollections()
         self._conn_ids = itertools.count(1)
         self._planning = Planning()
@@ -132,6 +134,7 @@ class Server:
         self._stop = asyncio.Event()
         self._failed = False
         self.deposed: str | None = None
+        self.gave_way = False
         self.store.watch(self._depose)
         self._clock = SteadyClock()
         self._hosts: dict[int, str] = {}
@@ -255,6 +258,12 @@ class Server:
         self.deposed = reason
         self._batch = Batch()
         self._stop.set()
+
+    def _give_way(self) -> None:
+        """Stop leading, if there may be another coordinator: it may hear the agents."""
+        if self.store.defers and not self._stop.is_set():
+            self.gave_way = True
+            self._depose("no agent is heard")
 
     def _take(self, event: ev.Input) -> None:
         """Process an input like `apply`, but flush with others that arrive until the store has rested as it worked."""

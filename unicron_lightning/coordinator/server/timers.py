@@ -14,6 +14,7 @@ machine without power. The verdict closes the connection, and the machine handle
 **Isolation.** If no agent at all is heard, this side is cut off: workers train on, and to declare them lost would throw
 their work away as soon as they are heard again. Nobody is lost then before `ISOLATION_SECONDS`; where all agents have
 really died, nothing could be done earlier either. A process that has restored tasks is isolated until it hears anyone.
+A leader that has heard agents before gives way after `GIVES_WAY_SECONDS`: a stand-by may hear them.
 """
 
 from __future__ import annotations
@@ -161,6 +162,8 @@ class SteadyClock:
 
 _LOOKS_PER_BEAT: Final = 4
 _LATE_SECONDS: Final = 0.1
+GIVES_WAY_SECONDS: Final = 3.0
+"""Silence of all agents from which an isolated leader gives way to a stand-by."""
 ANSWER: Final = frame_of(wire.encode(wire.Beat()))
 """Answer to a beat: confirms to the agent that the coordinator receives its messages."""
 
@@ -172,12 +175,20 @@ class Liveness:
         limits: limits of silence.
         cut: ends a connection, given its number.
         timers: prolonged when the loop runs again after it could not, and while no agent is heard.
+        give_way: called while no agent is heard for more than `GIVES_WAY_SECONDS`, unless none ever was: then an
+            earlier leader has heard none either.
     """
 
-    def __init__(self, limits: SilenceLimits, cut: Callable[[int], None], timers: Timers) -> None:
+    def __init__(
+        self,
+        limits: SilenceLimits,
+        cut: Callable[[int], None],
+        timers: Timers,
+        give_way: Callable[[], None] = lambda: None,
+    ) -> None:
         self._limits = limits
         self._timers = timers
-        self._cut = cut
+        self._cut, self._give_way = cut, give_way
         self._peers: dict[int, Silence] = {}
         self._given_up: dict[int, float] = {}
         self._heard = -math.inf
@@ -264,6 +275,8 @@ class Liveness:
                 self._timers.allow()  # links of a process that has just started may be to blame when they break
             else:
                 self._timers.stalled()
+                if now - self._heard > GIVES_WAY_SECONDS:
+                    self._give_way()
         for conn in dead:
             seconds = self._peers.pop(conn).seconds(now)
             logger.warning("agent_silent conn=%d seconds=%.2f", conn, seconds)
