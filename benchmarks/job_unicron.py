@@ -1,6 +1,8 @@
-"""The workload under ``Trainer(strategy="unicron")``."""
+"""The workload under ``Trainer(strategy="unicron")``; with ``BENCH_EQUAL`` all workers have equal shares."""
 
 from __future__ import annotations
+
+import os
 
 import workload
 
@@ -12,6 +14,8 @@ import lightning.pytorch as pl  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
+
+from unicron_lightning.strategies.unicron import UnicronStrategy  # noqa: E402
 
 
 class Job(pl.LightningModule):
@@ -38,7 +42,8 @@ class Telling(pl.Callback):
 
         def reached(point: str, *where: int) -> None:
             if point == "micro_batch":
-                log("micro", step=where[0], place=where[1], micro=module.micro)
+                number = trainer.strategy.engine.activity.now.micro_batch  # type: ignore[attr-defined]
+                log("micro", step=where[0], place=where[1], micro=module.micro, number=number)
             elif point == "exchange":
                 log("reacted", epoch=where[0])
 
@@ -50,7 +55,7 @@ class Telling(pl.Callback):
 
 def main() -> None:
     trainer = pl.Trainer(
-        strategy="unicron",
+        strategy=UnicronStrategy(rebalance=False) if "BENCH_EQUAL" in os.environ else "unicron",
         accelerator="cpu",
         devices=1,
         num_nodes=workload.WORKERS,

@@ -5,7 +5,8 @@ Needs torch only, since jobs of systems without Lightning import it too. A worke
 
     started                         the script's first line
     reacted                         the worker has learned of the failure
-    micro    step, micro, place     forward and backward of a micro-batch are done; ``micro`` is its number in the data
+    micro    step, micro, place     forward and backward of a micro-batch are done; ``micro`` is its number in the data,
+                                    and ``number``, from ``unicron``, that in the step
     step     step, world            an optimizer step is done
     dropped  step                   a step was discarded
     restored step                   state was loaded
