@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from unicron_lightning.checkpoints.files import REST as REST_FILE
 from unicron_lightning.checkpoints.files import is_folder
@@ -81,6 +82,22 @@ def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(net.inner.parameters())
     with pytest.raises(ConfigError, match="other groups of the optimizer's parameters"):
         folder.load_optimizer_part(folder.read_optimizer_part(tmp_path / "a", net), net, optimizer)
+
+
+def test_states_have_the_types_of_parameters_that_are_converted(tmp_path: Path) -> None:
+    """Divided or not; scalars keep theirs."""
+    alone(tmp_path / "a")
+    net = Net().double()
+    fully_shard(net.inner, mesh=mesh_of(0, 1))
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups_of(net)])
+    folder.load_optimizer_part(folder.read_optimizer_part(tmp_path / "a", net), net, optimizer)
+    assert any(isinstance(each, DTensor) for each in optimizer.state) and len(optimizer.state) > 2
+    for state in optimizer.state.values():
+        assert {name: value.dtype for name, value in state.items()} == {
+            "step": torch.float32,
+            "exp_avg": torch.float64,
+            "exp_avg_sq": torch.float64,
+        }
 
 
 @pytest.mark.parametrize(("output", "reason"), [("x.bin", "expected a name that ends with"), ("a.ckpt", "exists")])

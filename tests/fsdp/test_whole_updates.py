@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from unicron_lightning import UnicronFSDPStrategy
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.fsdp import whole_updates
 from unicron_lightning.fsdp.export import export_checkpoint
 from unicron_lightning.fsdp.mesh import local_shards
 
@@ -84,6 +85,23 @@ class Divided(Both):
 
     def end(self) -> None:
         self.strategy._sharded._group.allreduce([torch.zeros(1)]).wait()
+
+
+class Counts(Both):
+    """Counts its steps in the settings of its groups."""
+
+    def end(self) -> None:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+
+
+class Totals(Both):
+    """Computes a setting of its groups from the gradients of all parameters."""
+
+    def end(self) -> None:
+        norms = [float(each.grad.norm()) for group in self.param_groups for each in group["params"]]
+        for group in self.param_groups:
+            group["total"] = sum(norms)
 
 
 class Biased(Matrices):
@@ -179,6 +197,19 @@ def test_updates_after_the_commit_are_refused(module: type[Matrices], name: str,
     Divided.strategy = UnicronFSDPStrategy(shard_size=1)
     with pytest.raises(ConfigError, match=message):
         fit(module(OPTIMIZERS.get(name, Divided), 0.0), tmp_path, strategy=Divided.strategy)
+
+
+@pytest.mark.allow_leak("listening_sockets", reason="the group of a replica of one lives as long as the process")
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning")
+def test_settings_that_depend_on_all_parameters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each parameter updated apart; settings that change equally are taken."""
+    monkeypatch.setattr(whole_updates, "ROUND_BYTES", 1)
+    module = Biased(Counts, 0.0)
+    fit(module, tmp_path, strategy=UnicronFSDPStrategy(shard_size=1))
+    optimizer: Any = module.optimizers(use_pl_optimizer=False)
+    assert [group["steps"] for group in optimizer.param_groups] == [module.trainer.global_step] * 2
+    with pytest.raises(ConfigError, match=r"Totals changes the settings \['total'\] of a group differently"):
+        fit(Biased(Totals, 0.0), tmp_path, strategy=UnicronFSDPStrategy(shard_size=1))
 
 
 def test_deaths_in_an_update(worlds: Worlds, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from unicron_lightning.checkpoints.index import StoredFolder
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint, HeldTensor
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.mesh import holds_first, local_shard, region, with_local_shard
-from unicron_lightning.worker.model_state import keep_types
+from unicron_lightning.worker.model_state import are_converted, keep_types
 
 OPTIMIZER: Final = files.OPTIMIZER + "0"
 
@@ -188,7 +188,7 @@ def read_optimizer_part(folder: Path, module: nn.Module) -> dict[str, Any]:
     The optimizer may not have its groups yet: `load_optimizer_part` gives them to it.
     """
     parameters, known = module.state_dict(keep_vars=True), StoredFolder(folder)
-    made: dict[int, tuple[Tensor, Tensor]] = {}
+    made: dict[int, Tensor] = {}
 
     def make(name: str, place: Sequence[str | int]) -> HeldTensor:
         entry, about = known.entries[name], parameters.get(str(place[2])) if place[1] == "state" else None
@@ -199,19 +199,17 @@ def read_optimizer_part(folder: Path, module: nn.Module) -> dict[str, Any]:
         assert isinstance(like, DTensor)
         block = region(like)
         data = torch.empty([each.stop - each.start for each in block], dtype=dtype, device=local_shard(about).device)
-        made[id(data)] = about, with_local_shard(about, data, size)
+        made[id(data)] = with_local_shard(about, data, size)
         return HeldTensor(name, data, size, tuple(each.start for each in block))
 
     own: dict[str, Any] = known.read(lambda place: place[0] == OPTIMIZER, make).get(OPTIMIZER, {})
-    saved = {name: known.entries.get(f"{MODEL}.{name}") for name in parameters}
-    same = all(entry is None or entry.properties.dtype == parameters[name].dtype for name, entry in saved.items())
+    saved = {name: getattr(known.entries.get(f"{MODEL}.{name}"), "properties", None) for name in parameters}
+    divided: dict[str, Any] = tree_map(lambda each: made.get(id(each), each), own)
+    return divided and {**divided, _CONVERTED: are_converted(module, saved)}
 
-    def taken(value: Any) -> Any:
-        about, tensor = made.get(id(value), (None, value))
-        return tensor if same or about is None else tensor.to(about.dtype)
 
-    divided: dict[str, Any] = tree_map(taken, own)
-    return divided
+_CONVERTED: Final = "unicron_converted"
+"""Key of whether the parameters had other types in the folder."""
 
 
 def load_optimizer_part(own: Mapping[str, Any], module: nn.Module, optimizer: Optimizer) -> None:
@@ -228,7 +226,7 @@ def load_optimizer_part(own: Mapping[str, Any], module: nn.Module, optimizer: Op
             "the checkpoint has other groups of the optimizer's parameters than the module: "
             f"{[group['params'] for group in groups]}, expected {expected}"
         )
-    load_optimizer(optimizer, by_number(own, expected), whole=False)
+    load_optimizer(optimizer, by_number(own, expected), whole=False, converted=own[_CONVERTED])
 
 
 def _named(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:

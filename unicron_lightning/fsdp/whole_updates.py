@@ -77,8 +77,8 @@ class WholeUpdates:
         self._optimizer = optimizer
         self._group = group
         self._staged: list[_Staged] = []
-        self._settings: list[dict[str, Any]] = []
-        """What the update changes in the optimizer's groups, such as a number of steps."""
+        self._settings: list[dict[str, Any] | None] = []
+        """What the update changes in the optimizer's groups, such as a number of steps; None: it is not known yet."""
         self._before: list[dict[str, Any]] = []
         """Settings of the groups with which the update was computed."""
         self._handed: list[Tensor] = []
@@ -93,11 +93,11 @@ class WholeUpdates:
         """Compute the update; a collective of the replica.
 
         Raises:
-            ConfigError: the optimizer's state is no plain data.
+            ConfigError: the optimizer's state is no plain data, or its settings depend on all parameters.
             RuntimeError: the connections are closed.
         """
         self.discard()
-        self._settings = [{} for _ in self._optimizer.param_groups]
+        self._settings = [None for _ in self._optimizer.param_groups]
         self._before = [copy.deepcopy(_settings_of(group)) for group in self._optimizer.param_groups]
         for parameters, owners in self._rounds():
             self._staged += self._update(parameters, owners)
@@ -111,7 +111,7 @@ class WholeUpdates:
             own.clear()
             own.update(each.state)
         for group, changed in zip(self._optimizer.param_groups, self._settings, strict=False):  # a spare has none
-            group.update(changed)
+            group.update(changed or {})
         self.discard()
 
     def discard(self) -> None:
@@ -220,11 +220,12 @@ class WholeUpdates:
 
     def _step(
         self, parameters: Sequence[nn.Parameter], own: Sequence[int], whole: Iterator[Tensor]
-    ) -> tuple[dict[int, tuple[nn.Parameter, dict[str, Any]]], list[dict[str, Any]]]:
+    ) -> tuple[dict[int, tuple[nn.Parameter, dict[str, Any]]], list[dict[str, Any] | None]]:
         """Run the optimizer on whole tensors.
 
         Returns:
-            The new values with their states, by number of the parameter, and what has changed in each group.
+            The new values with their states, by number of the parameter, and what has changed in each group; None for a
+            group without parameters that has not changed.
         """
         optimizer, state = self._optimizer, self._optimizer.state
         made: dict[int, nn.Parameter] = {}
@@ -244,17 +245,18 @@ class WholeUpdates:
                 group.update(copy.deepcopy(_settings_of(kept)))
                 group["params"] = [made[numbers[id(each)]] for each in kept["params"] if numbers.get(id(each)) in made]
             type(optimizer).step(optimizer)  # not that of the instance, which a schedule may have wrapped
-            settings = [_changed(kept, _settings_of(group)) for group, kept in groups]
+            changes = [(_changed(kept, _settings_of(group)), group["params"]) for group, kept in groups]
         finally:
             optimizer.state = state
             for group, kept in groups:
                 group.clear()
                 group.update(kept)
+        settings = [changed if changed or updated else None for changed, updated in changes]
         return {number: (value, dict(states[value])) for number, value in made.items()}, settings
 
     def _send_back(
         self, parameters: Sequence[nn.Parameter], owners: Sequence[int],
-        made: Mapping[int, tuple[nn.Parameter, dict[str, Any]]], settings: Sequence[Mapping[str, Any]],
+        made: Mapping[int, tuple[nn.Parameter, dict[str, Any]]], settings: Sequence[Mapping[str, Any] | None],
     ) -> Iterator[_Staged]:  # fmt: skip
         """Give each shard its parts of the new values."""
         shards, shard = self._group.size(), self._group.rank()
@@ -269,8 +271,7 @@ class WholeUpdates:
         for word in self._group.share(self._encoded([[*words.items()], settings])):
             found, changed = codec.decode(word)
             told.update(found)
-            for known, new in zip(self._settings, changed, strict=True):
-                known.update(new)
+            self._settings = [*map(self._agreed, self._settings, changed)]
         expected: list[list[tuple[torch.Size, torch.dtype]]] = [[] for _ in range(shards)]
         for number, owner in enumerate(owners):
             parameter = parameters[number]
@@ -285,6 +286,18 @@ class WholeUpdates:
         for number, owner in enumerate(owners):
             part, take = next(received[owner]), partial(taken, parameters[number], received[owner])
             yield _Staged(parameters[number], part, tree_map(take, told[number], is_leaf=_is_description))
+
+    def _agreed(self, known: dict[str, Any] | None, new: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return what owners of a group's parameters, or updates one after the other, have changed in its settings."""
+        if known is None or new is None:
+            return known if new is None else new
+        if different := sorted(_changed(known, new).keys() | _changed(new, known).keys()):
+            raise ConfigError(
+                f"{type(self._optimizer).__qualname__} changes the settings {different} of a group differently for "
+                "different parameters, as if it computed them from all parameters together; expected an optimizer that "
+                "updates each parameter by itself"
+            )
+        return known
 
     def _encoded(self, words: Any) -> bytes:
         try:

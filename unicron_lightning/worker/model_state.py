@@ -55,15 +55,16 @@ def _with_types(loaded: Any, value: Any, *, scalars_only: bool) -> Any:
             **loaded,
             **{name: _with_types(loaded[name], value[name], scalars_only=scalars_only) for name in common},
         }
-    if isinstance(value, list) and isinstance(loaded, list) and len(value) == len(loaded):
-        return [_with_types(*pair, scalars_only=scalars_only) for pair in zip(loaded, value, strict=True)]
+    if type(loaded) in (list, tuple) and isinstance(value, list | tuple) and len(value) == len(loaded):
+        pairs = (_with_types(*pair, scalars_only=scalars_only) for pair in zip(loaded, value, strict=True))
+        return type(loaded)(pairs)
     return loaded
 
 
 def are_converted(module: nn.Module, saved: Mapping[str, Any]) -> bool:
-    """Whether parameters have other types than in a saved state dict of the module."""
+    """Whether parameters have other types than in a saved state dict of the module, or than what describes it."""
     return any(
-        isinstance(found := saved.get(name), Tensor) and found.dtype != parameter.dtype
+        getattr(saved.get(name), "dtype", parameter.dtype) != parameter.dtype
         for name, parameter in module.named_parameters()
     )
 
