@@ -588,7 +588,7 @@ def spread_of(
     model = unwrapped(module, "vocab_size")
     tensor["vocab_size"] = None if model is None else int(model.vocab_size)
     if getattr(config, "sequence_parallel", False):
-        tensor["sequence_length"] = sequence_length
+        tensor["sequence_length"] = sequence_length // shape.context
     evenly = not any(getattr(config, name, None) for name in _STAGES_OF_THEIR_OWN)
     return wire.Spread(
         layout=shape.layout,

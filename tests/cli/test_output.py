@@ -112,7 +112,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> str:
         ["top", "--once", "--interval", "0.01"],
         ["cancel", "x"],
         ["resize", "x", "1"],
-        ["relayout", "x", "--tp", "1", "--pp", "1"],
+        ["relayout", "x", "--tp", "1", "--pp", "1", "--ep", "1"],  # the answer names no size of 1 but TP and PP
         ["drain", "x"],
         ["status", "--json"],
         ["status", "--task", EVIL + "?"],

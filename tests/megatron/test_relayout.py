@@ -1,4 +1,4 @@
-"""An order of the operator, or of the plan, changes TP and PP of a running task: no step is lost, and failures are
+"""An order of the operator, or of the plan, changes TP, PP and EP of a running task: no step is lost, and failures are
 recovered from as before.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from system.cluster import Cluster
-from system.megatron import MODEL, SCRIPT, ZERO1, differences, finals, notes, wait_replicas
+from system.megatron import EXPERTS, MODEL, SCRIPT, ZERO1, ZERO1_EXPERTS, differences, finals, notes, wait_replicas
 
 from unicron_lightning.local_cluster.cluster import LocalCluster
 from unicron_lightning.local_cluster.processes import kill
@@ -143,3 +143,72 @@ def test_the_plan_chooses_the_layout_for_each_number_of_slots(tmp_path: Path, wo
     worlds.run("reference:run", 4, tmp_path / "plain", settings=settings, steps=[last])
     found = differences(paths, tmp_path / "plain")
     assert len(found) == 4 and max(found.values()) < 1e-5, found
+
+
+# ---- combinations of layouts, without failures
+
+DOUBLE: dict[str, Any] = {**MODEL, "toy": {"double": True}, "optimizer": {"clip_grad": 0.0, "lr": 1e-3}}
+SHARDED = {"ddp": ZERO1["ddp"], "optimizer": {**DOUBLE["optimizer"], **ZERO1["optimizer"]}}
+STAGED_EXPERTS = {**EXPERTS, "pp": 2, "dp": 1, "accumulation": 4, "toy": {**EXPERTS["toy"], "layers": 4}}
+SCALE = {"initial_loss_scale": 2.0**8, "loss_scale_window": 2}
+"""Overflows in none of the steps: with more replicas, a micro-batch's scaled loss is larger."""
+Orders = list[dict[str, int]]
+COMBINATIONS: dict[str, tuple[dict[str, Any], Orders]] = {
+    "virtual": ({**DOUBLE, **SHARDED, "pp": 2, "vpp": 2}, [{"tp": 1, "pp": 1}, {"tp": 1, "pp": 2}]),
+    "experts": (
+        {**EXPERTS, **ZERO1_EXPERTS},
+        [{"tp": 1, "pp": 1, "ep": 1}, {"tp": 1, "pp": 1, "ep": 4}, {"tp": 1, "pp": 2, "ep": 2}],
+    ),
+    "staged experts": (
+        {**STAGED_EXPERTS, **ZERO1_EXPERTS, "vpp": 2},
+        [{"tp": 1, "pp": 1}, {"tp": 1, "pp": 2, "ep": 1}, {"tp": 1, "pp": 2, "ep": 2}],
+    ),
+    "fp16": (
+        {**DOUBLE, "ddp": ZERO1["ddp"], "pp": 2, "toy": {"fp16": True}, "optimizer": {**SHARDED["optimizer"], **SCALE}},
+        [{"tp": 2, "pp": 1}, {"tp": 1, "pp": 1}],
+    ),
+    "parts": ({**DOUBLE, **SHARDED, "cp": 2, "pp": 2, "dp": 1}, [{"tp": 1, "pp": 1}, {"tp": 2, "pp": 1}]),
+    "parts of experts": (
+        {**EXPERTS, **ZERO1_EXPERTS, "cp": 2, "accumulation": 4},
+        [{"tp": 1, "pp": 2}, {"tp": 1, "pp": 1, "ep": 4}, {"tp": 1, "pp": 1, "ep": 1}],
+    ),
+}
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_layouts_follow_each_other(name: str, tmp_path: Path, worlds: Any) -> None:
+    """Four workers, in all orders; norms are those of a plain loop in the first layout."""
+    model, orders = COMBINATIONS[name]
+    settings = {**model, "steps": 4, "finish": True, "full": 4, "pace": 0.2, "save_every": 10_000}
+    with Cluster(tmp_path, script=SCRIPT, agents=4, nodes="4:4", schedule=[], settings=settings) as cluster:
+        parts = model.get("cp", 1)
+        workers = model["pp"] * max(parts, model.get("ep", 1))
+        wait_replicas(cluster, 4 // workers, workers=workers)
+        experts = model.get("ep", 1)
+        for sizes in orders:
+            experts = sizes.get("ep", experts)
+            workers = sizes["tp"] * sizes["pp"] * max(parts, experts)
+            words = [word for name, size in sizes.items() for word in (f"--{name}", f"{size}")]
+            cluster.order("relayout", "task", *words)
+            changed = cluster.watch(lambda: layout_of(cluster, sizes), f"{sizes}", 150)
+            wait_replicas(cluster, 4 // workers, workers=workers, tp=sizes["tp"], after=changed["at"])
+        (tmp_path / "finish").touch()
+        cluster.wait_exit(150)
+        assert not cluster.events("layout_abandoned")
+        cluster.wait_end()
+    last, _ = finals(tmp_path)
+    logged = {note["step"]: note["norm"] for note in notes(tmp_path, "step")}
+    done = [note["step"] for note in notes(tmp_path, "step") if note["rank"] == 0]
+    assert done == list(range(last)), "each step once"
+    norms = worlds.run("reference:run", 4, tmp_path / "plain", settings=model, steps=[last])[0]
+    close = 1e-2 if "fp16" in model["toy"] else 1e-5
+    assert [logged[number] for number in range(last)] == pytest.approx(norms, rel=close, nan_ok=True)
+    assert last > len(orders) + 2
+
+
+def layout_of(cluster: Cluster, sizes: dict[str, int]) -> dict[str, Any] | None:
+    """The newest change of the layout, if it is that to these sizes."""
+    changes = cluster.events("layout_changes")
+    same = changes and all(changes[-1].get(name, 1) == size for name, size in sizes.items())
+    return changes[-1] if same else None

@@ -313,7 +313,7 @@ class Watch(pl.Callback):
                 time.sleep(0.01)
         enough = trainer.global_step >= self._settings["steps"]
         if self._settings["finish"] and enough:
-            whole = len(place.layout.replicas) == self._settings["dp"]
+            whole = len(place.layout.replicas) == strategy.fabric.shape.replicas
             module.after += (self._folder / "flipped").exists()
             over = module.after > 3 if self._settings["flips"] else whole and (self._folder / "finish").exists()
             ask = bool(strategy.broadcast(over, 0))

@@ -160,7 +160,7 @@ def _relayout(options: argparse.Namespace) -> int:
         )
     answer = fetch(options.endpoint, path, access_of(options), method="POST", **sizes)
     shown = all_visible(answer)
-    words = ", ".join(f"{name}={shown[name]}" for name in sizes)
+    words = ", ".join(f"{name}={shown[name]}" for name in ("shards", "tp", "pp", "cp", "ep") if name in shown)
     return printed(options, answer, f"{shown['task']}: {words} after a checkpoint")
 
 

@@ -41,7 +41,14 @@ from torch import Tensor, nn
 from unicron_lightning.checkpoints.index import StoredFolder
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint, HeldTensor, blocks, saved_bytes
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.sharded import FIELDS, ShardedOptimizer, initialize_state, parameters_of, parts_of
+from unicron_lightning.megatron.sharded import (
+    FIELDS,
+    ShardedOptimizer,
+    columns,
+    initialize_state,
+    parameters_of,
+    parts_of,
+)
 from unicron_lightning.replica.mirror import ROWS, Piece, Stored
 
 _SHARDING: Final = "fully_reshardable"
@@ -295,12 +302,8 @@ def _is_of_first_replica(each: ShardedTensor | ShardedObject) -> bool:
             f"with that of experts, {of_experts}"
         )
     # With experts the two ranks are equal only in the first column of the first replica; otherwise always.
-    lanes, parts = (
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-    )
-    columns = max(lanes, parts)
-    first = own % columns == 0 if found[-1] == own else of_experts % (columns // lanes) == 0
+    equal = columns() // parallel_state.get_expert_model_parallel_world_size()  # columns with the same experts
+    first = own % columns() == 0 if found[-1] == own else of_experts % equal == 0
     return _is_of_first_lane(each) and first
 
 

@@ -21,6 +21,7 @@ from megatron.core.optimizer import _get_param_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from unicron_lightning import wire
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.gradients import MainGradients
 from unicron_lightning.replica.channels import Channels
@@ -72,6 +73,12 @@ def parameter_groups(ddps: Sequence[Any], config: Any) -> dict[int, int]:
         own = [group for group in groups if group["is_expert_parallel"] is of_experts]
         found.update({numbers[parameter]: place for place, group in enumerate(own) for parameter in group["params"]})
     return found
+
+
+def columns() -> int:
+    """Columns of a replica in Megatron's present groups."""
+    sizes = parallel_state.get_context_parallel_world_size(), parallel_state.get_expert_model_parallel_world_size()
+    return wire.columns_of(*sizes)
 
 
 def parts_of(optimizer: Any) -> list[Any]:
@@ -127,7 +134,7 @@ class ShardedOptimizer:
         self._numbers = _numbers(ddps)
         self._known_groups = dict(groups or {})
         self._lanes = parallel_state.get_expert_model_parallel_world_size()
-        self.columns = max(self._lanes, parallel_state.get_context_parallel_world_size())
+        self.columns = columns()
         for each in self._optimizers:
             initialize_state(each)
 

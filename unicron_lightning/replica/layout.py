@@ -50,10 +50,8 @@ class Shape:
 
     @property
     def columns(self) -> int:
-        """Workers of a stage that have the same slice of its layers: parts of a sequence, and lanes. As in Megatron
-        experts are divided among successive ones, whether these have parts of one sequence or are lanes.
-        """
-        return max(self.context, self.expert)
+        """Workers of a stage that have the same slice of its layers: parts of a sequence, and lanes."""
+        return wire.columns_of(self.context, self.expert)
 
     @property
     def width(self) -> int:

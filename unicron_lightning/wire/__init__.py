@@ -71,6 +71,7 @@ from unicron_lightning.wire.subjects import (
     StateStaged,
     StateVersion,
     StateWanted,
+    columns_of,
 )
 
 __all__ = [

@@ -19,6 +19,13 @@ from msgspec import Meta
 from unicron_lightning.wire.fields import Count, Id, Index, Key, Message, Path, Pid, Size, Wall, Word
 
 
+def columns_of(context: int, expert: int) -> int:
+    """Return how many workers of a stage have the same slice of its layers: as in Megatron, experts are divided among
+    successive ones, whether these have parts of one sequence or sequences of their own.
+    """
+    return max(context, expert)
+
+
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Distribution of a replica of the model over workers."""
 
@@ -36,9 +43,19 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Context-parallel size (CP); 1 for shards."""
 
     @property
+    def columns(self) -> int:
+        """As of `columns_of`."""
+        return columns_of(self.context, self.expert)
+
+    @property
     def workers(self) -> int:
         """Number of workers of a replica."""
-        return self.tensor * max(self.expert, self.context) * self.pipeline * self.slices
+        return self.tensor * self.columns * self.pipeline * self.slices
+
+    @property
+    def lanes(self) -> int:
+        """Number of micro-batches that a replica of TP x PP computes together."""
+        return self.columns // self.context
 
     def plain(self) -> dict[str, int]:
         """The layout for events and answers."""

@@ -14,7 +14,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.answers import Knowledge, allocation_of, layouts_of, state_of
 from unicron_lightning.coordinator.config import PlannerConfig
 from unicron_lightning.coordinator.events import Competitor, Question
-from unicron_lightning.coordinator.orders.relayout import refusal
+from unicron_lightning.coordinator.orders.relayout import completed, refusal
 from unicron_lightning.coordinator.severity.workflow import ATTEMPT_SECONDS
 from unicron_lightning.coordinator.state import Cluster, decode_lasting, decode_task, encode
 from unicron_lightning.jobs import Job
@@ -305,6 +305,23 @@ def test_another_number_of_workers_divides_the_experts() -> None:
         "tp=1, pp=1, ep=2: 2 replicas of 2 data-parallel lanes; expected a divisor of a step's 6 micro-batches"
     )
     assert refusal(grid().task(), divided) == "tp=1, pp=1, ep=2: the task's model has no experts; expected ep=1"
+
+
+def test_parts_of_sequences_stay() -> None:
+    parts = wire.Layout(tensor=1, pipeline=2, context=2)
+    sizes: dict[str, Any] = {"tensor_divides": {}, "expert_divides": {"num_moe_experts": 6}}
+    world = grid(layout=parts, micro_batches=2, **sizes)
+    named = completed(world.task(), SLICES)
+    assert named == wire.Layout(tensor=2, pipeline=1, context=2) and refusal(world.task(), named) is None
+    assert refusal(world.task(), SLICES) == (
+        "tp=2, pp=1: the task has tp=1, pp=2, cp=2; the context-parallel size cannot be changed"
+    )
+    by_two = completed(world.task(), wire.Layout(tensor=1, pipeline=1, expert=2), names_experts=True)
+    assert refusal(world.task(), by_two) is None, "its two replicas have a lane each"
+    by_three = completed(world.task(), wire.Layout(tensor=1, pipeline=1, expert=3), names_experts=True)
+    assert refusal(grid(layout=parts, workers=6, **sizes).task(), by_three) == (
+        "tp=1, pp=1, cp=2, ep=3: expected a multiple or a divisor of cp=2 for ep"
+    )
 
 
 def test_another_number_of_shards() -> None:

@@ -1,4 +1,4 @@
-"""The change of TP, PP and EP, or of the number of shards, of a running task: a cold transition, by an operator's
+"""The change of TP, PP and EP (CP stays), or of the number of shards, of a running task: a cold transition, by an operator's
 order, or because a job names a layout for the number of slots that the plan has given it, or leaves the layout to the
 plan.
 
@@ -26,7 +26,8 @@ from unicron_lightning.coordinator.state import Agent, Task, has_multiple
 
 
 def completed(task: Task, layout: wire.Layout, *, names_experts: bool = False) -> wire.Layout:
-    """Return a layout with what it does not name as the task has it: T of lanes; EP, which jobs and plans never name.
+    """Return a layout with what it does not name as the task has it: T of lanes; CP; EP, which jobs and plans never
+    name.
 
     Args:
         task: whose layout is to change.
@@ -38,7 +39,8 @@ def completed(task: Task, layout: wire.Layout, *, names_experts: bool = False) -
         return layout
     if layout.sharded:
         return structs.replace(layout, slices=spread.layout.slices)
-    return layout if names_experts else structs.replace(layout, expert=spread.layout.expert)
+    expert = layout.expert if names_experts else spread.layout.expert
+    return structs.replace(layout, expert=expert, context=spread.layout.context)
 
 
 def refusal(task: Task, layout: wire.Layout) -> str | None:
@@ -58,9 +60,7 @@ def refusal(task: Task, layout: wire.Layout) -> str | None:
     if layout.slices != spread.layout.slices:
         return f"{layout}: the task has {spread.layout}; the tensor-parallel size of lanes cannot be changed"
     if layout.context != spread.layout.context:
-        return (
-            f"{layout}: the task has {spread.layout}; a layout with sequences divided among workers cannot be changed"
-        )
+        return f"{layout}: the task has {spread.layout}; the context-parallel size cannot be changed"
     if layout.expert > 1 and not spread.expert_divides:
         return f"{layout}: the task's model has no experts; expected ep=1"
     return _misfit(spread, layout) or _lack(task, layout)
@@ -158,9 +158,11 @@ def _misfit(spread: wire.Spread, layout: wire.Layout) -> str | None:
             f"{layout}: a replica of {layout.workers} workers; expected a divisor of the {spread.workers} declared "
             "(devices x num_nodes)"
         )
+    if layout.columns % layout.context or layout.columns % layout.expert:
+        return f"{layout}: expected a multiple or a divisor of cp={layout.context} for ep"
     replicas = spread.workers // layout.workers
-    if spread.micro_batches % (replicas * layout.expert) and not layout.sharded:  # rows of shards may differ in number
-        lanes = "" if layout.expert == 1 else f" of {layout.expert} data-parallel lanes"
+    if spread.micro_batches % (replicas * layout.lanes) and not layout.sharded:  # rows of shards may differ in number
+        lanes = "" if layout.lanes == 1 else f" of {layout.lanes} data-parallel lanes"
         return (
             f"{layout}: {replicas} replicas{lanes}; expected a divisor of a step's {spread.micro_batches} micro-batches"
         )
