@@ -46,6 +46,7 @@ from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.effects import Effects
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.exact_sums import step_sums
+from unicron_lightning.worker.model_state import in_order_of
 from unicron_lightning.worker.module_buffers import ModuleBuffers
 from unicron_lightning.worker.rows import plan_rows
 from unicron_lightning.worker.step import GradientStep, Sums
@@ -303,7 +304,7 @@ class ManualSteps:
             gradients, self._arriving = self._arriving, None
             for name, parameter in self._named:
                 gradient = gradients.get(name)
-                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+                parameter.grad = None if gradient is None else in_order_of(parameter, gradient.to(parameter.device))
 
     # ---- the step, on the training thread
 

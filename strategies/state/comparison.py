@@ -11,28 +11,25 @@ import torch
 from unicron_lightning import __version__
 from unicron_lightning.data.combined import CombinedSteps
 from unicron_lightning.data.steps import IndexedSteps, TrainingLoader, describe_order
-from unicron_lightning.worker.agreement import (
-    digest,
-    part_of,
+from unicron_lightning.worker.agreement import part_of
+from unicron_lightning.worker.comparison import (
+    comparable,
+    describe_optimizer,
+    describe_parameters,
+    plain_text,
+    shared_state,
 )
-from unicron_lightning.worker.comparison import comparable, describe_optimizer, plain_text, shared_state
 from unicron_lightning.worker.reproducible import conditions
 
 
 def describe_model(trainer: pl.Trainer) -> dict[str, str]:
     """Describe the model when the optimizers exist and before anything is restored."""
     module, strategy = trainer.lightning_module, trainer.strategy
-    named = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
-    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     versions = (torch.__version__, pl.__version__, __version__)
-    parameters = {
-        "parameters": f"{len(named)}, digest of names, shapes and dtypes {digest(named)}",
-        "requires_grad": f"False for {len(frozen)} parameters, digest of their names {digest(frozen)}",
-    }
     return {
         "versions": "torch {}, lightning {}, unicron-lightning {}".format(*(v.partition("+")[0] for v in versions)),
         "seed": os.environ.get("PL_GLOBAL_SEED", "not set"),
-        **(parameters if getattr(strategy, "names_all", True) else {}),
+        **(describe_parameters(module) if getattr(strategy, "names_all", True) else {}),
         "optimizer": ", ".join(describe_optimizer(each) for each in trainer.optimizers),
         "scheduler": ", ".join(
             f"{type(config.scheduler).__qualname__}({plain_text(shared_state(config.scheduler))}) per {config.interval}"

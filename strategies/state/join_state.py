@@ -149,6 +149,7 @@ def beside(trainer: pl.Trainer, checkpoint: dict[str, Any], layout: SumsLayout, 
         "layers": layers,
         "validates": epoch_loop.val_loop._combined_loader is not None,
         "validation_batches": list(epoch_loop.val_loop._max_batches),
+        "reloaded": _reloaded(trainer.fit_loop),
         "versions": versions(trainer.loggers),
         "settings": _settings_of(trainer),
         "layout": layout.state(),
@@ -270,8 +271,7 @@ def receive(trainer: pl.Trainer, state: dict[str, Any]) -> dict[str, Any]:
         dict, state.get("epoch_metrics", ({}, {}, {}))
     )
     adopt_versions(trainer.loggers, state.get("versions", ()))
-    if state.get("validates"):
-        set_up_validation(trainer)
+    _load_data(trainer, state)
     if not is_at_boundary(state):
         connector = trainer._checkpoint_connector
         connector._loaded_checkpoint = state["checkpoint"]
@@ -290,6 +290,29 @@ def receive(trainer: pl.Trainer, state: dict[str, Any]) -> dict[str, Any]:
 def is_at_boundary(state: dict[str, Any]) -> bool:
     """Whether a state was taken at a step boundary; otherwise it is that of a checkpoint which a hook has written."""
     return "counters" in state
+
+
+def _load_data(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+    """Load the data of validations if the members have, and all data that they have loaded in another data epoch.
+
+    With ``reload_dataloaders_every_n_epochs`` the script may give other data in each epoch.
+    """
+    fit_loop = trainer.fit_loop
+    epochs: Any = fit_loop.epoch_progress
+    begins = epochs.state_dict()
+    loads: list[Callable[[], None]] = [fit_loop.setup_data, partial(set_up_validation, trainer)]
+    for (loop, name), epoch, load in zip(_reloads(fit_loop), state.get("reloaded", ()), loads, strict=False):
+        own = getattr(loop, name)
+        if own < 0:  # a new life loads in Lightning's order, where that is in the same epoch
+            own = state["checkpoint"]["epoch"] if trainer.reload_dataloaders_every_n_epochs else epoch  # type: ignore[attr-defined]
+        if 0 <= epoch != own:
+            _set_settings(trainer, state.get("settings", ()))
+            epochs.current.completed = epochs.current.processed = epoch
+            loop._combined_loader = None
+            load()
+    epochs.load_state_dict(begins)
+    if state.get("validates"):
+        set_up_validation(trainer)
 
 
 def set_up_validation(trainer: pl.Trainer) -> None:
@@ -415,7 +438,7 @@ def counters(fit_loop: _FitLoop) -> dict[str, Any]:
         "validation": epoch_loop.val_loop.batch_progress.state_dict(),
         "stepped": epoch_loop._batches_that_stepped,
         "validated": dict(epoch_loop.val_loop._seen_batches_per_dataloader),
-        "reloaded": [max(-1, getattr(loop, name)) for loop, name in _reloads(fit_loop)],
+        "reloaded": _reloaded(fit_loop),
     }
 
 
@@ -433,6 +456,11 @@ def set_counters(fit_loop: _FitLoop, saved: dict[str, Any]) -> None:
     epoch_loop.val_loop._seen_batches_per_dataloader.update(saved.get("validated", {}))
     for (loop, name), epoch in zip(_reloads(fit_loop), saved.get("reloaded", ()), strict=False):
         setattr(loop, name, epoch if epoch >= 0 else float("-inf"))
+
+
+def _reloaded(fit_loop: _FitLoop) -> list[Any]:
+    """Return the epochs of `_reloads`; -1 for data that were not loaded."""
+    return [max(-1, getattr(loop, name)) for loop, name in _reloads(fit_loop)]
 
 
 def _reloads(fit_loop: _FitLoop) -> list[tuple[Any, str]]:

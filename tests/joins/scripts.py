@@ -384,6 +384,53 @@ def validated_twice(folder: Path) -> list[Run]:
     return [first, Run(module=module, data=given, trainer=None, epochs=2)]
 
 
+class ByEpoch(pl.LightningDataModule):
+    """Gives other data in each data epoch, as a curriculum does."""
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        return data(24, 10 + self.trainer.current_epoch)
+
+    def val_dataloader(self) -> Any:
+        assert self.trainer is not None
+        return data(8, 20 + self.trainer.current_epoch)
+
+
+def by_epoch(folder: Path) -> list[Run]:
+    settings = {"reload_dataloaders_every_n_epochs": 2, "val_check_interval": 3}
+    return [Run(module=Net(), data={"datamodule": ByEpoch()}, callbacks=[kept_in_memory()], trainer=settings, epochs=4)]
+
+
+class Pictures(Net):
+    """Has a convolution whose weight is in another order of memory; fused updates take gradients and states so, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        picture = torch.outer(batch[0].flatten(), batch[0].flatten()).reshape(1, 3, 2, -1).sin()
+        return super().loss(batch) + self.convolution(picture).tanh().square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, eps=1e-3, fused=True)
+
+
+class CommonState(torch.optim.SGD):
+    """Has state that parameters have in common."""
+
+    def step(self, closure: Any = None) -> Any:
+        shared = self.state["shared"]
+        shared["steps"] = shared.get("steps", 0) + 1
+        self.param_groups[0]["lr"] = 0.05 / shared["steps"]
+        return super().step(closure)
+
+
+class WithCommonState(Net):
+    def configure_optimizers(self) -> Any:
+        return CommonState(self.parameters(), lr=0.05, momentum=0.9)
+
+
 SCRIPTS = {
     "plain": Script(runs=hooked()),
     "half_rates": Script(runs=hooked(HalfRates)),
@@ -417,6 +464,9 @@ SCRIPTS = {
     "second_fit_same": Script(runs=twice(ScaledWeights, Net, same=True), kill=(2, 21, 1)),
     "second_fit_thawed": Script(runs=twice(Thawing, Thawed, same=False), kill=(2, 3, 1)),
     "second_fit_searched": Script(runs=twice(finder, Searched, same=False, bare=True), kill=(2, 3, 0)),
+    "data_by_epoch": Script(runs=by_epoch, kill=(1, 20, 1)),
+    "channels_last": Script(runs=hooked(net=Pictures)),
+    "common_state": Script(runs=hooked(net=WithCommonState)),
     "second_fit_backbone": Script(runs=twice(backbone, Finetuned, same=True), kill=(1, 14, 1)),
 }
 RESUMED = {
@@ -617,6 +667,7 @@ LOST: dict[str, Script] = {
     "lost_with_memory_sharded": Script(
         runs=hooked(kept_in_memory, HalfRates, ScaledWeights, strategy=sharded), kill=(1, 9, None)
     ),
+    "lost_with_memory_and_data_by_epoch": Script(runs=by_epoch, kill=(1, 20, None)),
     "lost_with_a_configuration": Script(runs=configured, kill=(1, 8, None)),
     "lost_in_second_fit": Script(runs=saved_twice(same=False), kill=(2, 8, None)),
     "lost_in_second_fit_same": Script(runs=saved_twice(same=True), kill=(2, 26, None)),

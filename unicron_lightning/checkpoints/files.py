@@ -225,7 +225,8 @@ def by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[st
     """
     flat = [name for group in names for name in group]
     groups = [{**group, "params": list(own)} for group, own in zip(state["param_groups"], names, strict=True)]
-    return {"state": {flat[number]: values for number, values in state["state"].items()}, "param_groups": groups}
+    entries = {flat[key] if isinstance(key, int) else key: values for key, values in state["state"].items()}
+    return {"state": entries, "param_groups": groups}
 
 
 def by_number(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -240,7 +241,7 @@ def by_number(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[
         {**group, "params": [numbers[name] for name in own]}
         for group, own in zip(state["param_groups"], names, strict=True)
     ]
-    entries = {numbers[name]: values for name, values in state.get("state", {}).items()}
+    entries = {numbers.get(name, name): values for name, values in state.get("state", {}).items()}
     return {"state": entries, "param_groups": groups}
 
 

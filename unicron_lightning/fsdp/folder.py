@@ -64,7 +64,7 @@ def whole_optimizer(shards: Sequence[dict[str, Any]], optimizer: Optimizer) -> d
     parameters = _parameters_of(optimizer)
 
     def whole(key: int, value: Any, *others: Any) -> Any:
-        parts, parameter = [value, *others], parameters[int(key)]
+        parts, parameter = [value, *others], parameters[key]
         if _is_part(value):
             return _whole([each[_PART] for each in parts], with_local_shard(parameter, value[_PART], value[_SHAPE]))
         return _whole(parts, parameter) if has_elements(value) else value
@@ -80,7 +80,7 @@ def optimizer_shard(optimizer: Optimizer) -> dict[str, Any]:
         if not isinstance(value, Tensor):
             return value
         part = local_shard(value.detach())
-        other = isinstance(value, DTensor) and value.shape != parameters[int(key)].shape
+        other = isinstance(value, DTensor) and value.shape != parameters[key].shape
         return {_PART: part, _SHAPE: [*value.shape]} if other else part
 
     return with_values(optimizer.state_dict(), own)
@@ -95,7 +95,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, whole: boo
     parameters = _parameters_of(optimizer)
 
     def own(key: int, value: Any) -> Any:
-        parameter = parameters[int(key)]
+        parameter = parameters[key]
         if _is_part(value):
             return with_local_shard(parameter, value[_PART], value[_SHAPE])
         if not has_elements(value) or isinstance(value, DTensor):
@@ -117,6 +117,8 @@ def with_values(state: Mapping[str, Any], change: Callable[..., Any], *others: M
     """
     entries = {
         key: tree_map(partial(change, key), values, *(each["state"][key] for each in others), is_leaf=_is_part)
+        if isinstance(key, int)
+        else values  # what parameters have in common
         for key, values in state["state"].items()
     }
     return {"state": entries, "param_groups": state["param_groups"]}

@@ -16,9 +16,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from unicron_lightning import __version__
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.agreement import digest, part_of
+from unicron_lightning.worker.agreement import part_of
 from unicron_lightning.worker.buckets import TrainedParameters
-from unicron_lightning.worker.comparison import comparable, describe_optimizer, plain_text, shared_state
+from unicron_lightning.worker.comparison import (
+    comparable,
+    describe_optimizer,
+    describe_parameters,
+    plain_text,
+    shared_state,
+)
 from unicron_lightning.worker.model_state import are_converted, keep_types, layer_settings, set_layers
 from unicron_lightning.worker.module_buffers import restore_unsaved, unsaved
 
@@ -150,13 +156,10 @@ class RegisteredObjects:
 
     def describe(self) -> dict[str, str]:
         """Describe what must be equal on all workers."""
-        named = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.module.named_parameters()]
-        frozen = [name for name, parameter in self.module.named_parameters() if not parameter.requires_grad]
         versions = (torch.__version__, __version__)
         return {
             "versions": "torch {}, unicron-lightning {}".format(*(each.partition("+")[0] for each in versions)),
-            "parameters": f"{len(named)}, digest of names, shapes and dtypes {digest(named)}",
-            "requires_grad": f"False for {len(frozen)} parameters, digest of their names {digest(frozen)}",
+            **describe_parameters(self.module),
             "optimizer": ", ".join(f"{name} {describe_optimizer(each)}" for name, each in self.optimizers.items()),
             "scheduler": ", ".join(
                 f"{name} {type(each).__qualname__}({plain_text(shared_state(each))})" for name, each in self._shared()

@@ -262,7 +262,9 @@ class TrainedParameters:
 def _views_of(flat: Tensor, group: Sequence[Parameter]) -> list[Tensor]:
     views, offset = [], 0
     for parameter in group:
-        views.append(flat[offset : offset + parameter.numel()].view_as(parameter))
+        # Fused optimizers take gradients in the parameter's order of memory, e.g. channels last.
+        strides = torch.empty_like(parameter, device="meta").stride()
+        views.append(flat[offset : offset + parameter.numel()].as_strided(parameter.shape, strides))
         offset += parameter.numel()
     return views
 

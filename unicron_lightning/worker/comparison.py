@@ -22,6 +22,7 @@ from unicron_lightning.worker.agreement import (
     StateDigest,
     check_agreement,
     check_parameters,
+    digest,
     part_of,
     parts_of,
 )
@@ -129,6 +130,16 @@ def _is_shared(value: Any, numbers: tuple[type, ...]) -> bool:
     if isinstance(value, torch.Tensor):
         return float in numbers or not value.is_floating_point()
     return isinstance(value, numbers) or (isinstance(value, str) and os.sep not in value)
+
+
+def describe_parameters(module: nn.Module) -> dict[str, str]:
+    """Describe the parameters of a module, and which of them are frozen."""
+    named = [(name, tuple(p.shape), p.stride(), str(p.dtype)) for name, p in module.named_parameters()]
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    return {
+        "parameters": f"{len(named)}, digest of names, shapes, strides and dtypes {digest(named)}",
+        "requires_grad": f"False for {len(frozen)} parameters, digest of their names {digest(frozen)}",
+    }
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:

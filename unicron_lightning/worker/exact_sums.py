@@ -28,6 +28,7 @@ from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import Bucket, GradientBucket, GradientBuckets
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.model_state import in_order_of
 from unicron_lightning.worker.module_buffers import ModuleBuffers
 from unicron_lightning.worker.sums import CHANGED, LogCall, MetricRecords, NormStatistics, StepSums, SumsLayout, Uses
 from unicron_lightning.worker.sums import merge_calls as merged
@@ -321,7 +322,7 @@ class ExactGradientBucket(GradientBucket):
             each.used = False
             if parameter.is_complex():
                 out = torch.view_as_complex(out.view(-1, 2))
-            yield parameter, out.view_as(parameter)
+            yield parameter, in_order_of(parameter, out.view_as(parameter))
 
 
 def _dense(gradient: Tensor) -> Tensor:

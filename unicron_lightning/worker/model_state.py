@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
@@ -25,23 +27,24 @@ def share_initial(tensors: Sequence[Tensor], engine: Engine) -> None:
 
 
 def keep_types(optimizer: Optimizer, state: Mapping[str, Any], *, converted: bool = False) -> None:
-    """Give an optimizer's state, which has been loaded, the types that it has in a state dict.
+    """Give an optimizer's loaded state the types that it has in a state dict, and its parameters' order of memory.
 
     Torch converts all tensors but the number of steps to the type of the parameter. This may round them, as scalars of
     ASGD, NAdam and Rprop, and float32 moments of parameters in bfloat16. The worker would differ from those whose state
-    it has. An optimizer that loads in a way of its own keeps what it makes of tensors.
+    it has. An optimizer that loads in a way of its own keeps what it makes of tensors. Fused updates take elements in
+    the order of memory, which no encoded state has.
 
     Args:
         optimizer: has loaded ``state``.
         state: its `state_dict` elsewhere; without values if those are in shards.
         converted: whether the parameters had other types there. Then only scalars keep theirs.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
     scalars_only = converted or type(optimizer).load_state_dict is not Optimizer.load_state_dict
-    for number, values in state.get("state", {}).items():
-        own = optimizer.state.get(parameters[int(number)])
-        if own is not None:
-            own.update(_with_types(own, values, scalars_only=scalars_only))
+    for key, values in state.get("state", {}).items():  # torch allows further keys, of what parameters have in common
+        if (parameter := parameters.get(key)) is not None and parameter in optimizer.state:
+            own = _with_types(optimizer.state[parameter], values, scalars_only=scalars_only)
+            optimizer.state[parameter] = tree_map(partial(in_order_of, parameter), own)
 
 
 def _with_types(loaded: Any, value: Any, *, scalars_only: bool) -> Any:
@@ -59,6 +62,15 @@ def _with_types(loaded: Any, value: Any, *, scalars_only: bool) -> Any:
         pairs = (_with_types(*pair, scalars_only=scalars_only) for pair in zip(loaded, value, strict=True))
         return type(loaded)(pairs)
     return loaded
+
+
+def in_order_of(parameter: Tensor, value: Any) -> Any:
+    """Return a tensor of the shape of a parameter with its order of memory, e.g. channels last; other values as they
+    are.
+    """
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def are_converted(module: nn.Module, saved: Mapping[str, Any]) -> bool:
