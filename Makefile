@@ -33,9 +33,10 @@ ITEMS ?=
 BUDGET ?=
 TORCH ?=
 COMPUTING := $(addprefix tests/,planner cli coordinator data simulate faults detection) $(wildcard tests/test_*.py)
-# These start processes and mostly wait; their limits of time are generous (the fault tests pass at a load of ten).
-# They run in this order: the longest first, so that none is left alone at the end.
-STARTING := $(addprefix tests/,megatron demo fsdp system cross joins loop strategies examples local_cluster matrix launcher node callbacks)
+# These start processes; their limits of time are generous (the fault tests pass at a load of ten).
+# They run in this order: the longest modules first, then those whose tests are distributed one by one, so that none is
+# left alone at the end; see spread in tests/conftest.py.
+STARTING := $(addprefix tests/,demo examples cross loop strategies megatron joins matrix launcher node callbacks local_cluster fsdp system)
 NONE_PICKED = $(if $(PYTEST_ARGS),|| test $$? = 5)
 
 VENV := .venv
@@ -80,13 +81,13 @@ demo-moe: $(READY)
 quick: lint types
 	@$(BIN)/python -m pytest -q -m "not chaos and not zoo and not processes" -n auto $(COMPUTING) $(PYTEST_ARGS)
 
-# Tests that compute first, on all cores; those that start processes, and wait for them a third of the time, three at a
-# time; then those with signals and limits of time, two at a time.
+# Tests that compute first, on all cores; those that start processes, and wait for them nearly half of the time, four at
+# a time; then those with signals and limits of time, two at a time.
 # Where PYTEST_ARGS picks tests, a half may have none: pytest's status 5.
 test: $(READY)
 	@$(BIN)/python -m compileall -q unicron_lightning hydra_plugins tests  # a thousand processes follow
 	@$(BIN)/python -m pytest -m "not chaos and not zoo" -n auto $(COMPUTING) $(PYTEST_ARGS) $(NONE_PICKED)
-	@$(BIN)/python -m pytest -m "not chaos and not zoo" -n 3 --dist loadscope --no-loadscope-reorder $(STARTING) $(PYTEST_ARGS) $(NONE_PICKED)
+	@$(BIN)/python -m pytest -m "not chaos and not zoo" -n 4 --dist loadscope --no-loadscope-reorder $(STARTING) $(PYTEST_ARGS) $(NONE_PICKED)
 	@$(BIN)/python -m pytest -m "not chaos and not zoo" -n 2 --dist loadscope $(patsubst %,--ignore=%,$(COMPUTING) $(STARTING)) $(PYTEST_ARGS) $(NONE_PICKED)
 
 long: $(READY)

@@ -59,6 +59,8 @@ SINGLE = ("tests/system/", "tests/fsdp/")
 """Folders of tests that mostly take half a minute or more, and share no fixture of a module. Megatron's stay with their
 modules, so that seldom two of them, with five workers each, run at a time.
 """
+WAITING = "tests/system/"
+"""Folder of tests that wait for more than half of their time; those of other folders are run beside them."""
 STARTERS = frozenset({"subprocess", "Coordinator", "LocalCluster"})
 """Names that mark a module which starts processes: it has imported at least one."""
 ALLOWED_PROCESSES = (
@@ -81,11 +83,27 @@ def pytest_configure(config: pytest.Config) -> None:
             _reset(number)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of modules that can start processes."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of modules that can start processes; let those that wait run beside others that compute."""
     for item in items:
         if isinstance(item, pytest.Function) and not STARTERS.isdisjoint(vars(item.module)):
             item.add_marker("processes")
+    if hasattr(config, "workerinput"):  # modules are put together again by the scheduling
+        items[:] = spread(items)
+
+
+def spread(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Put the tests of `WAITING` at even distances among the others, which mostly compute."""
+    waiting = [item for item in items if item.nodeid.startswith(WAITING)]
+    scopes = list(dict.fromkeys(scope_of(item.nodeid) for item in items if not item.nodeid.startswith(WAITING)))
+    places = {scope: float(place) for place, scope in enumerate(scopes)}
+    places |= {item.nodeid: place * len(scopes) / len(waiting) for place, item in enumerate(waiting)}
+    return sorted(items, key=lambda item: places[scope_of(item.nodeid)])
+
+
+def scope_of(nodeid: str) -> str:
+    """Return what is given to a worker of pytest-xdist as a whole: a test of `SINGLE`, or the module of another."""
+    return nodeid if nodeid.startswith(SINGLE) else nodeid.rsplit("::", 1)[0]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -95,7 +113,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if nodeid.startswith(SINGLE) else super()._split_scope(nodeid)
+            return scope_of(nodeid)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadscope" else None
 
@@ -140,16 +158,12 @@ def threads() -> Snapshot:
 
 def processes() -> Snapshot:
     """Descendants of this process, and all others that carry this run's mark. Zombies count until they are reaped."""
-    found = {process.pid: process for process in psutil.Process().children(recursive=True)}
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get(RUN_VARIABLE) == os.environ[RUN_VARIABLE]:
-                found.setdefault(process.pid, process)
-        except psutil.Error:  # it ended meanwhile, or is another user's
-            continue
+    pids = {process.pid for process in psutil.Process().children(recursive=True)}
+    pids |= {pid for pid in psutil.pids() if pid != os.getpid() and _is_marked(pid)}
     snapshot: Snapshot = {}
-    for process in found.values():
+    for pid in pids:
         try:
+            process = psutil.Process(pid)
             command = " ".join(process.cmdline())
             if not any(allowed in command for allowed in ALLOWED_PROCESSES):
                 key = (process.pid, process.create_time())
@@ -157,6 +171,14 @@ def processes() -> Snapshot:
         except psutil.Error:
             continue
     return snapshot
+
+
+def _is_marked(pid: int) -> bool:
+    """Whether a process has this run's mark. psutil would take three times as long, before and after each test."""
+    try:
+        return f"{RUN_VARIABLE}={os.environ[RUN_VARIABLE]}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it ended meanwhile, or is another user's
+        return False
 
 
 def listening_sockets() -> Snapshot:
