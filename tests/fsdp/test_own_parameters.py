@@ -46,14 +46,15 @@ def test_lanes_of_two_workers_equal_one_process(tmp_path: Path) -> None:
     check(tmp_path, settings, 4)
 
 
+@pytest.mark.chaos  # test_training has kills beside whole parameters, too
 @pytest.mark.parametrize(
     ("own", "slices", "options"),
     [
         ("whole", 1, {"save_distributed_checkpoint": True}),
-        pytest.param("whole", 2, {}, marks=pytest.mark.chaos),
-        pytest.param("whole", 1, {"reproducible": True}, marks=pytest.mark.chaos),
-        pytest.param("sharded", 1, {}, marks=pytest.mark.chaos),
-        pytest.param("stand-in", 1, {}, marks=pytest.mark.chaos),
+        ("whole", 2, {}),
+        ("whole", 1, {"reproducible": True}),
+        ("sharded", 1, {}),
+        ("stand-in", 1, {}),
     ],
 )
 def test_kills_heal(tmp_path: Path, own: str, slices: int, options: dict[str, Any]) -> None:

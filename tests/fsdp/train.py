@@ -200,7 +200,8 @@ class Model(pl.LightningModule):
         logits: Tensor = self.net(tokens)
         if self.settings["own"]:
             logits = self.last(logits) + self.even * self.shift
-            if tokens.sum() % 2 or self.settings["own"] == "sharded":  # FSDP2 wants the same parameters in all lanes
+            odd = self.training and tokens.sum() % 2  # batches of a validation differ from those of one process
+            if odd or self.settings["own"] == "sharded":  # FSDP2 wants the same parameters in all lanes
                 logits = logits * self.odd
         return logits
 

@@ -33,8 +33,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 RANDOM = [f"random-{seed}" for seed in range(60)]
 RANDOMLY_LOST = [f"lost-{seed}" for seed in range(30)]
-IN_CI = 2
-"""Random scripts of each kind that run with every change."""
+IN_CI = 1
+"""Number of random scripts of each kind that run with every change."""
 
 
 def chosen(names: list[str]) -> list[Any]:

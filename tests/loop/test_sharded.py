@@ -88,7 +88,8 @@ def test_a_run_without_deaths_is_that_of_whole_models_in_one_process(world: Site
     assert any("clip by step.clip_grad_norm_" in each["refused"] for each in found)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in (1, 2, 3))])
+@pytest.mark.chaos  # the random deaths below are beside states that are kept, and beside streams
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_random_deaths(seed: int, world: Site, alone: dict[str, Any]) -> None:
     found = run(world, f"random{seed}", drawn(seed))
     for each in found:
