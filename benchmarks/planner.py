@@ -7,7 +7,8 @@ a small case. Curves of F(t,x) are also made beforehand, since they are made onc
 
 *cold*: no task has workers yet. *loss*: a plan is in force and a node of the largest task fails. *table*: the table of
 that state; *places*: the plan after the loss placed on nodes, where a unit is a node. ``--plain`` times a compiled but
-otherwise unchanged version of the paper's recursion for comparison.
+otherwise unchanged version of the paper's recursion for comparison. Of ``two-kinds``, with two kinds of workers, only
+plans are measured; its table has the proven distance from the best plan, 0 if the search came to its end.
 
 Times are medians with the smallest and the largest of the process's CPU time. The planner never waits, so a clock on a
 free core would show the same; the actual ratio is stated below the table, with the load.
@@ -37,6 +38,7 @@ import numba
 import numpy as np
 from measure import Figures
 
+from unicron_lightning.planner.fleet import Fleet, solve_fleet
 from unicron_lightning.planner.performance.model import ParallelConfiguration
 from unicron_lightning.planner.placement import Demand, NodeCapacity, Placement, place
 from unicron_lightning.planner.reward import Curve, PlanTask
@@ -45,12 +47,13 @@ from unicron_lightning.planner.solver import PlanTable, columns_of, explain, sol
 from unicron_lightning.planner.state import ClusterState, TaskFinished, move_price
 from unicron_lightning.terms import Terms
 
-SIZES = {"small": (128, 6, 1), "medium": (2048, 64, 1), "large": (12_500, 256, 8)}
-"""Units, tasks, workers per unit."""
+SIZES = {"small": (128, 6, 1), "medium": (2048, 64, 1), "two-kinds": (2048, 64, 1), "large": (12_500, 256, 8)}
+"""Units, tasks, workers per unit; of ``two-kinds`` half of the units are of each kind."""
 
 TARGETS = {
     "small": {"solve_s": 1e-3, "table_s": 10e-3, "look_up_s": 10e-6, "peak_mb": 2000},
     "medium": {"solve_s": 60e-3, "table_s": 1.0, "look_up_s": 10e-6, "peak_mb": 2000},
+    "two-kinds": {"solve_s": 1.0, "peak_mb": 2000},
     "large": {"solve_s": 1.0, "table_s": 30.0, "look_up_s": 10e-6, "peak_mb": 2000},
 }
 SHAPES = ("concave", "stairs", "rising", "wild", "linear", "holes")
@@ -115,6 +118,50 @@ def situation(kind: str, size: str) -> ClusterState:
         unit=unit,
         running_seconds=1024.0 if kind == "holes" else lambda n: WORKER_SECONDS_PER_FAILURE / n,
     )
+
+
+def two_kinds(kind: str) -> Fleet:
+    """A fleet without workers for any task; the second kind is about twice as fast, by another factor for each task."""
+    num_units, num_tasks, unit = SIZES["two-kinds"]
+    random, each = np.random.default_rng(1), num_units // 2
+    curves: tuple[list[Curve], list[Curve]] = ([], [])
+    same = kind in ("linear", "holes")
+    for number in range(num_tasks):
+        weight = 1.0 if same else float(random.choice([0.5, 1.0, 2.0, 3.0]))
+        seconds = float(random.choice([30.0, 60.0, 120.0]))
+        for speed, own in zip((1.0, 2.0), curves, strict=True):
+            flops = speed * shape(kind, each + 1, num_units / num_tasks, random)
+            task = PlanTask(
+                name=f"task{number:03}",
+                performance=Given(flops, unit),
+                transition_seconds=seconds,
+                relayout_seconds=60.0,
+                terms=Terms(weight=weight),
+            )
+            own.append(Curve.of(task, unit, each + 1))
+    kinds = {
+        name: ClusterState(tasks=tuple(own), num_workers=each, running_seconds=1.0)
+        for name, own in zip(("a", "b"), curves, strict=True)
+    }
+    seconds_of = 1024.0 if kind == "holes" else lambda n: WORKER_SECONDS_PER_FAILURE / n
+    return Fleet(kinds=kinds, running_seconds=seconds_of)
+
+
+def measure_two_kinds(kind: str, runs: int) -> dict[str, Any]:
+    """A plan of two kinds from nothing, and one after the loss of a worker."""
+    cold = two_kinds(kind)
+    first = solve_fleet(cold)
+    running = cold.adopt(first)
+    held = running.kinds["b"].allocation
+    loss = running.kinds["b"].loss_of(max(held, key=held.__getitem__))
+    assert loss is not None
+    shocked = running.after(loss, "b")
+    gaps = [plan.gap_flop / plan.value for plan in (first, solve_fleet(shocked))]
+    return {
+        "plans": f"gap {max(gaps):.1e}",
+        "solve_s": times(lambda: solve_fleet(shocked), runs),
+        "cold_s": times(lambda: solve_fleet(cold), runs),
+    }
 
 
 STRETCH: list[float] = []
@@ -202,7 +249,7 @@ def measure_size(size: str, shapes: Sequence[str], runs: int, with_plain: bool) 
     compiled = time.perf_counter() - start
     results: list[Figures] = []
     for kind in shapes:
-        found = measure(kind, size, runs, with_plain)
+        found = measure_two_kinds(kind, runs) if size == "two-kinds" else measure(kind, size, runs, with_plain)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         stretch = statistics.median(STRETCH) if STRETCH else 1.0
         results.append(

@@ -213,11 +213,13 @@ class NodeCapacity:
         name: unique.
         num_accelerators: number of its accelerators.
         state: only ready nodes are used.
+        kind: of its accelerators.
     """
 
     name: str
     num_accelerators: int
     state: NodeState = "ready"
+    kind: str = ""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -234,11 +236,13 @@ class Demand:
         task: its name, unique.
         num_workers: its accelerators.
         together: workers that should share a node, for the report.
+        kind: of the accelerators.
     """
 
     task: str
     num_workers: int
     together: int = 1
+    kind: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("num_workers", 0), ("together", 1)):
@@ -303,10 +307,14 @@ def place(nodes: Sequence[NodeCapacity], demands: Sequence[Demand], running: Acc
     _check(nodes, demands, running)
     ready = [node for node in nodes if node.state == "ready"]
     tasks = tuple(sorted(demand.task for demand in demands))
+    able = {
+        kind: tuple(sorted(demand.task for demand in demands if demand.kind == kind))
+        for kind in {n.kind for n in ready}
+    }
     places: list[Place] = []
     before: dict[str, str] = {}
     for node in ready:
-        own = [Place(f"{node.name}/{slot}", node.name, tasks) for slot in range(node.num_accelerators)]
+        own = [Place(f"{node.name}/{slot}", node.name, able[node.kind]) for slot in range(node.num_accelerators)]
         held = (task for task, num in sorted(running.get(node.name, {}).items()) for _ in range(num))
         before.update(zip((each.name for each in own), held, strict=False))
         places += own
@@ -342,10 +350,12 @@ def _check(nodes: Sequence[NodeCapacity], demands: Sequence[Demand], running: Ac
                 f"node {node.name!r}: {sum(accelerators.values())} accelerators run on it, "
                 f"expected at most its {node.num_accelerators}"
             )
-    wanted = sum(demand.num_workers for demand in demands)
-    there = sum(node.num_accelerators for node in nodes if node.state == "ready")
-    if wanted > there:
-        raise ValueError(f"the tasks get {wanted} workers: expected at most the {there} accelerators of ready nodes")
+    for kind in sorted({demand.kind for demand in demands}):
+        wanted = sum(demand.num_workers for demand in demands if demand.kind == kind)
+        there = sum(node.num_accelerators for node in nodes if node.state == "ready" and node.kind == kind)
+        if wanted > there:
+            given = f"the tasks get {wanted} workers{f' of kind {kind!r}' if kind else ''}"
+            raise ValueError(f"{given}: expected at most the {there} accelerators of ready nodes")
 
 
 def _moves(placed: Counter[tuple[str, str]], running: Accelerators) -> tuple[Move, ...]:

@@ -76,6 +76,8 @@ class TaskPlan:
         configuration: distribution over its workers; None if the performance model does not know it.
         gain_of_last: G less that of the next smaller size [FLOP]; None if no smaller size exists.
         gain_of_next: G of the next larger size, for this task alone, less G [FLOP]; None if no larger size exists.
+        kind: of its workers, see `unicron_lightning.planner.fleet`.
+        kind_before: of its workers before.
     """
 
     name: str
@@ -89,6 +91,8 @@ class TaskPlan:
     configuration: ParallelConfiguration | None
     gain_of_last: float | None
     gain_of_next: float | None
+    kind: str = ""
+    kind_before: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

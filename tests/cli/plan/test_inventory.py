@@ -24,6 +24,10 @@ gpu7 gpu:h100:8 maint$
 """
 
 
+def kinds(text: str) -> dict[str, str | None]:
+    return {name: node.kind for name, node in nodes_in(text, "x").items()}
+
+
 def kubernetes(*nodes: tuple[str, dict[str, str], str, bool]) -> str:
     def item(name: str, resources: dict[str, str], ready: str, cordoned: bool) -> dict[str, Any]:
         conditions = [{"type": "MemoryPressure", "status": "False"}, {"type": "Ready", "status": ready}]
@@ -48,6 +52,20 @@ def test_slurm() -> None:
         "gpu6": (8, "failed"),
         "gpu7": (8, "cordoned"),
     }
+
+
+def test_kinds() -> None:
+    assert kinds(SINFO) == {
+        **dict.fromkeys(("gpu1", "gpu2", "gpu5", "gpu6", "gpu7"), "h100"),
+        "gpu3": None,
+        "gpu4": "a100+h100",
+    }
+    listed = json.loads(kubernetes(*((name, {"nvidia.com/gpu": "8"}, "True", False) for name in "abc")))
+    for item, label in zip(
+        listed["items"], ("nvidia.com/gpu.product", "cloud.google.com/gke-accelerator"), strict=False
+    ):
+        item["metadata"]["labels"] = {"zone": "z", label: f"NVIDIA-{item['metadata']['name']}"}
+    assert kinds(json.dumps(listed)) == {"a": "NVIDIA-a", "b": "NVIDIA-b", "c": None}
 
 
 def test_kubernetes() -> None:

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("with_figures")
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "conf" / "examples" / "six_tasks_128_gpus.yaml"
+KINDS = EXAMPLE.with_name("two_kinds.yaml")
 SMALL = """
 cluster: {num_nodes: 4, workers_per_node: 4, unit: 4}
 failures: {node_mtbf_hours: 1000}
@@ -160,6 +161,53 @@ def test_the_example_is_the_one_in_the_repository_and_works(tmp_path: Path) -> N
     assert both["plan"]["infeasible"] == []
     assert both["what_if"]["waf_flops_per_second"] < both["plan"]["waf_flops_per_second"]
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tasks_get_the_kinds_on_which_they_bring_most() -> None:
+    """The second example: 64 A100, 64 H100; one transformer for both kinds."""
+    shown = unicron("--example", "two_kinds")
+    assert shown.stdout == KINDS.read_text()
+    both = answer(KINDS, "--what-if", "node-loss", "h0")
+    tasks, after = both["plan"]["tasks"], both["what_if"]["tasks"]
+    assert both["plan"]["gap_flop"] == both["what_if"]["gap_flop"] == 0
+    moved = tasks["gpt-7b"]
+    assert (moved["kind_before"], moved["kind"], moved["relayout"], moved["num_workers"]) == ("a100", "h100", True, 64)
+    assert set(moved["nodes"]) == {f"h{place}" for place in range(8)}
+    assert (tasks["gpt-18b"]["kind"], tasks["gpt-18b"]["num_workers"]) == ("a100", 64)
+    assert (after["gpt-7b"]["num_workers"], after["gpt-7b"]["num_workers_lost"]) == (48, 8)
+    assert after["gpt-18b"]["changed"] is False
+    text = unicron(KINDS).stdout
+    assert "a100 -> h100" in text and "paused: old: 8 workers would bring 1,000.0 TFLOP/s of WAF" in text
+    joined = answer(KINDS, "--what-if", "join", "h100")["what_if"]
+    assert {task["kind"] for task in joined["tasks"].values() if "new0" in task["nodes"]} == {"h100"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("cluster.nodes.h0.kind=''", "cluster.nodes.h0.kind is missing: expected a kind, which other nodes have"),
+        (
+            "tasks.old.performance.kinds.b200.flops={8: 1e15}",
+            "tasks.old: performance.kinds.b200: no such kind, expected those of the cluster, a100, h100",
+        ),
+        (
+            "tasks.gpt-7b.performance.transformer.accelerator=A100",
+            "tasks.gpt-7b: performance: one for accelerators of kinds a100, h100: expected kinds, or transformer",
+        ),
+        (
+            "tasks.gpt-7b.accelerators.h3=8",
+            "tasks.gpt-7b.accelerators: on nodes of kinds a100, h100: expected nodes of one kind",
+        ),
+        ("tasks.old.workers=8", "tasks.old.kind is missing: expected the kind of its workers, one of a100, h100"),
+        ("tasks.old.kind=b200", "tasks.old.kind='b200': expected one of a100, h100"),
+        ("cluster.accelerators.a100=A1000", "cluster.accelerators.a100=A1000: expected one of A100, A800, H100, H200"),
+    ],
+)
+def test_what_is_wrong_about_kinds_is_one_line_that_names_it(change: str, words: str) -> None:
+    done = unicron(KINDS, "--set", change)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("suffix", ["svg", "pdf"])

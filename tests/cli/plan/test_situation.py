@@ -20,9 +20,9 @@ from unicron_lightning.cli.plan.situation import (
     situation_of,
 )
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.planner.fleet import solve_fleet
 from unicron_lightning.planner.performance.description import ModelShape, TransformerProfile
 from unicron_lightning.planner.placement import NodeCapacity
-from unicron_lightning.planner.solver import solve
 
 HERE = Path()
 HOUR = 3600.0
@@ -72,8 +72,8 @@ def test_what_runs_on_lost_nodes_counts_as_lost() -> None:
         tasks={"a": task({1: 1e15, 8: 5e15}, accelerators={"node0": 4, "node1": 4})},
     )
     situation = situation_of(config, HERE)
-    assert (situation.state.num_workers, dict(situation.state.lost)) == (8, {"a": 4})
-    placement = situation.place(solve(situation.state))
+    assert (situation.fleet.num_workers, dict(situation.fleet.kinds[""].lost)) == (8, {"a": 4})
+    placement = situation.place(solve_fleet(situation.fleet))
     assert placement.of_task("a") == {"node0": 4, "node2": 4}
     assert placement.num_moved == 4
     assert not situation.assumed
@@ -101,7 +101,7 @@ def test_groups_come_from_the_configuration_or_from_the_file() -> None:
     # 6 workers of TP3 x PP2 on nodes of 4, so groups of 3 should share a node: 4 + 2
     for each, spanning in ((known, 3), (dataclasses.replace(known, group_size=2, replica_size=2), 0)):
         situation = situation_of(PlanConfig(cluster=cluster, failures=FAILURES, tasks={"a": each}), HERE)
-        placement = situation.place(solve(situation.state))
+        placement = situation.place(solve_fleet(situation.fleet))
         assert placement.of_task("a") == {"node0": 4, "node1": 2}
         assert placement.num_spanning == {"a": spanning}
 
@@ -111,7 +111,7 @@ def test_a_transformer_is_modelled_on_the_clusters_accelerators() -> None:
     performance = PerformanceConfig(transformer=TransformerProfile(**shape, global_batch_size=512))
     tasks = {"a": PlanTaskConfig(performance=performance, transition_seconds=1)}
     config = PlanConfig(cluster=PlanClusterConfig(num_nodes=2, accelerator="A800"), failures=FAILURES, tasks=tasks)
-    model = situation_of(config, HERE).state.tasks[0].task.performance
+    model = situation_of(config, HERE).fleet.tasks["a"][""].task.performance
     assert model.shape == ModelShape(**shape)
     assert 0.3 * 16 * 312e12 < model.throughput(16) < 0.9 * 16 * 312e12
     half = model.throughput(16) / 2
@@ -120,7 +120,9 @@ def test_a_transformer_is_modelled_on_the_clusters_accelerators() -> None:
         measured=[{"workers": 16, "flops_per_second": half}],
     )
     told = dataclasses.replace(tasks["a"], performance=measured)
-    corrected = situation_of(dataclasses.replace(config, tasks={"a": told}, caution=0.5), HERE).state.tasks[0].task
+    corrected = (
+        situation_of(dataclasses.replace(config, tasks={"a": told}, caution=0.5), HERE).fleet.tasks["a"][""].task
+    )
     assert corrected.performance.throughput(16) == pytest.approx(half, rel=0.05), "a measured step outweighs the model"
     assert corrected.performance.throughput(8) < 0.8 * model.throughput(8)
     assert corrected.performance.prior.space.uneven_shares and corrected.caution == 0.5

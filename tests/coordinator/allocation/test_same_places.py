@@ -20,7 +20,7 @@ from unicron_lightning.cli.plan.situation import (
 )
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.places import NO_TASK
-from unicron_lightning.planner.solver import solve
+from unicron_lightning.planner.fleet import solve_fleet
 
 TASKS = "abc"
 Assigned = dict[str, dict[str, int]]
@@ -69,7 +69,7 @@ def test_the_command_places_as_the_coordinator_does(seed: int) -> None:
         world.do(ev.Resize(task="a", nodes=99 - number % 2))  # asks for a plan again
         before = assigned(world)
         shown = situation(dice, sizes, before)
-        plan = solve(shown.state)
+        plan = solve_fleet(shown.fleet)
         placement = shown.place(plan)
         world.do(ev.Planned(key=world.questions[-1].key, allocation=dict(plan.allocation)))
         assert assigned(world) == {node: dict(tasks) for node, tasks in placement.accelerators.items()}

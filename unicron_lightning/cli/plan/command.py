@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 EVENTS = {
     "node-loss": "a node fails: its name, or a task, which loses its largest node",
-    "join": "a node is added: one that is not ready, or no name for a new one",
+    "join": "a node is added: one that is not ready, or no name for a new one, or the kind of a new one",
     "finish": "a task ends: its name",
     "launch": "a queued task is to run: its name",
 }
 
-_EXAMPLE = "examples/six_tasks_128_gpus.yaml"
+_EXAMPLES = ("six_tasks_128_gpus", "two_kinds")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,7 +35,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         + "\n".join(f"  {name:10} {meaning}" for name, meaning in EVENTS.items()),
     )
     parser.add_argument("file", nargs="?", metavar="FILE", help="cluster and tasks, in YAML")
-    parser.add_argument("--example", action="store_true", help="print an example of such a file")
+    parser.add_argument(
+        "--example", nargs="?", const=_EXAMPLES[0], choices=_EXAMPLES, help="print an example of such a file"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the file")
     parser.add_argument("--nodes", metavar="LIST", help="nodes of Kubernetes, Slurm or a coordinator: - or a file")
     parser.add_argument("--what-if", nargs="+", metavar=("EVENT", "NAME"), help=", ".join(EVENTS))
@@ -51,7 +53,8 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: something in the file or the options is wrong.
     """
     if options.example:
-        print(resources.files("unicron_lightning.conf").joinpath(_EXAMPLE).read_text(encoding="utf-8"), end="")
+        path = resources.files("unicron_lightning.conf").joinpath(f"examples/{options.example}.yaml")
+        print(path.read_text(encoding="utf-8"), end="")
         return 0
     if options.file is None:
         raise ConfigError("plan: no FILE: expected one (unicron plan --example prints one to begin with)")
@@ -73,7 +76,7 @@ def _run(options: argparse.Namespace, event: list[str]) -> int:
 
     from unicron_lightning.cli.plan.report import as_json, draw, show, what_if
     from unicron_lightning.cli.plan.situation import read, situation_of
-    from unicron_lightning.planner.solver import solve
+    from unicron_lightning.planner.fleet import solve_fleet
 
     path = Path(options.file)
     config = read(path, options.set)
@@ -81,7 +84,7 @@ def _run(options: argparse.Namespace, event: list[str]) -> int:
         cluster = dataclasses.replace(config.cluster, num_nodes=0, nodes=_listed(options.nodes))
         config = dataclasses.replace(config, cluster=cluster)
     situation = situation_of(config, path.parent)
-    plan = solve(situation.state)
+    plan = solve_fleet(situation.fleet)
     placement = situation.place(plan)
     parts = [(path.name, plan, placement, situation.assumed)]
     if event:

@@ -17,8 +17,10 @@ _SLURM: Final[dict[str, NodeState]] = {
     "draining": "draining",
 }
 """By sinfo's words without the signs behind them; others are failed."""
-_GPUS: Final = re.compile(r"\bgpu(?::[^:,()]+)?:(\d+)")
+_GPUS: Final = re.compile(r"\bgpu(?::([^:,()]+))?:(\d+)")
 """Of Slurm's generic resources, as ``gpu:h100:8(S:0-1)`` or ``gpu:8``."""
+_PRODUCTS: Final = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")
+"""Labels of Kubernetes' nodes with the kind of their accelerators."""
 
 
 def nodes_in(text: str, source: str) -> dict[str, NodeConfig]:
@@ -54,7 +56,9 @@ def _kubernetes(items: list[dict[str, Any]]) -> dict[str, NodeConfig]:
         state: NodeState = "cordoned" if item.get("spec", {}).get("unschedulable") else "ready"
         if conditions.get("Ready") != "True":
             state = "failed"
-        found[item["metadata"]["name"]] = NodeConfig(num_accelerators=number, state=state)
+        labels = item["metadata"].get("labels", {})
+        kind = next((labels[label] for label in _PRODUCTS if label in labels), None)
+        found[item["metadata"]["name"]] = NodeConfig(num_accelerators=number, state=state, kind=kind)
     return found
 
 
@@ -65,7 +69,9 @@ def _slurm(text: str) -> dict[str, NodeConfig]:
         name, _, rest = line.strip().partition(" ")
         resources, _, word = rest.strip().rpartition(" ")
         state = "failed" if "*" in word else _SLURM.get(word.rstrip("*~#!%$@^-+"), "failed")
-        found[name] = NodeConfig(num_accelerators=sum(map(int, _GPUS.findall(resources))), state=state)
+        gpus = _GPUS.findall(resources)
+        kind = "+".join(sorted({kind for kind, _ in gpus if kind})) or None
+        found[name] = NodeConfig(num_accelerators=sum(int(number) for _, number in gpus), state=state, kind=kind)
     return found
 
 

@@ -21,12 +21,26 @@ from rich.table import Table
 from unicron_lightning.cli.plan.command import EVENTS
 from unicron_lightning.cli.plan.situation import Situation
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.planner.fleet import FleetPlan, solve_fleet
 from unicron_lightning.planner.performance.model import ParallelConfiguration
 from unicron_lightning.planner.placement import NodeCapacity, Placement
-from unicron_lightning.planner.solver import Plan, TaskPlan, explain, solve
+from unicron_lightning.planner.solver import TaskPlan
 from unicron_lightning.planner.state import Event, NodesJoined, TaskFinished, TaskLaunched, WorkersLost
 
-_COLUMNS = ("task", "weight", "now", "lost", "plan", "TFLOP/s", "WAF", "layout", "last brings", "next brings", "nodes")
+_COLUMNS = (
+    "task",
+    "weight",
+    "kind",
+    "now",
+    "lost",
+    "plan",
+    "TFLOP/s",
+    "WAF",
+    "layout",
+    "last brings",
+    "next brings",
+    "nodes",
+)
 _FIRST_HIDDEN = ("next brings", "last brings", "weight", "TFLOP/s", "layout", "lost")
 """Columns that are left out on a narrow terminal, in this order."""
 _NODES_WIDTH = 14
@@ -35,16 +49,17 @@ _PETA = 1e15
 _MOST_MOVES = 20
 
 
-def as_json(plan: Plan, placement: Placement) -> dict[str, Any]:
+def as_json(plan: FleetPlan, placement: Placement) -> dict[str, Any]:
     """A plan's details. Units are in the names; WAF is in weighted FLOP/s, rewards in weighted FLOP."""
-    state = plan.state
-    weights = {curve.task.name: curve.task.terms.weight for curve in state.tasks}
+    fleet = plan.fleet
+    weights = {name: curve.task.terms.weight for name, curve in plan.curves.items()}
     return {
-        "num_workers": state.num_workers,
+        "num_workers": fleet.num_workers,
         "num_spare_workers": plan.num_spare_workers,
-        "running_seconds": state.duration_seconds,
+        "running_seconds": fleet.duration_seconds,
         "waf_flops_per_second": plan.waf,
         "reward_flop": plan.value,
+        "gap_flop": plan.gap_flop,
         "num_moved_workers": plan.num_moved_workers,
         "paused": list(plan.paused),
         "infeasible": list(plan.infeasible),
@@ -61,6 +76,8 @@ def _task_json(part: TaskPlan, weight: float, placement: Placement) -> dict[str,
     layout = part.configuration
     return {
         "num_workers": part.num_workers,
+        "kind": part.kind or None,
+        "kind_before": part.kind_before or None,
         "num_workers_before": part.num_workers_before,
         "num_workers_lost": part.num_workers_lost,
         "changed": part.changed,
@@ -87,7 +104,13 @@ def _task_json(part: TaskPlan, weight: float, placement: Placement) -> dict[str,
 
 
 def show(
-    console: Console, title: str, plan: Plan, placement: Placement, *, assumed: bool, unsaid: Set[str] = frozenset()
+    console: Console,
+    title: str,
+    plan: FleetPlan,
+    placement: Placement,
+    *,
+    assumed: bool,
+    unsaid: Set[str] = frozenset(),
 ) -> None:
     """Print a plan.
 
@@ -100,13 +123,14 @@ def show(
         unsaid: tasks of which the file does not state whether they may be paused.
     """
     hidden: list[str] = []
+    idle = [] if len(plan.plans) > 1 else ["kind"]
     while len(hidden) < len(_FIRST_HIDDEN):
-        without_nodes = _table("", plan, placement, [*hidden, "nodes"])
+        without_nodes = _table("", plan, placement, [*hidden, *idle, "nodes"])
         unlimited = console.options.update(width=10_000)
         if Measurement.get(console, unlimited, without_nodes).maximum + _NODES_WIDTH <= console.width:
             break
         hidden.append(_FIRST_HIDDEN[len(hidden)])
-    console.print(_table(title, plan, placement, hidden))
+    console.print(_table(title, plan, placement, [*hidden, *idle]))
     if hidden:
         said = f"not shown, for want of width: {', '.join(hidden)} (--json has all)"
         console.print(said, highlight=False, markup=False)
@@ -114,25 +138,28 @@ def show(
         console.print(line, highlight=False, markup=False)
 
 
-def _table(title: str, plan: Plan, placement: Placement, hidden: Sequence[str]) -> Table:
+def _table(title: str, plan: FleetPlan, placement: Placement, hidden: Sequence[str]) -> Table:
     table = Table(title=escape(title), title_justify="left")
     kept = [index for index, name in enumerate(_COLUMNS) if name not in hidden]
     for index in kept:
         name = _COLUMNS[index]
-        left = name in ("task", "layout", "nodes")
+        left = name in ("task", "kind", "layout", "nodes")
         table.add_column(name, justify="left" if left else "right", no_wrap=name != "nodes")
-    weights = {curve.task.name: curve.task.terms.weight for curve in plan.state.tasks}
     for part in plan.tasks:
-        row = _row(part, weights[part.name], plan.state.duration_seconds, placement)
+        weight = plan.curves[part.name].task.terms.weight
+        row = _row(part, weight, plan.fleet.duration_seconds, placement)
         table.add_row(*(row[index] for index in kept))
     return table
 
 
 def _row(part: TaskPlan, weight: float, running_seconds: float, placement: Placement) -> list[str]:
-    mark = "" if part.num_workers == part.num_workers_before and not part.num_workers_lost else " *"
+    moved = part.kind != part.kind_before
+    same = part.num_workers == part.num_workers_before and not part.num_workers_lost and not moved
+    mark = "" if same else " *"
     return [
         escape(part.name),
         f"{weight:g}",
+        escape(f"{part.kind_before} -> {part.kind}" if moved else part.kind if part.num_workers else ""),
         str(part.num_workers_before),
         str(part.num_workers_lost or ""),
         f"{part.num_workers}{mark}",
@@ -165,13 +192,16 @@ def _nodes(on_nodes: dict[str, int]) -> str:
     return " ".join(f"{node}:{num}" for node, num in on_nodes.items())
 
 
-def _summary(plan: Plan, placement: Placement, *, assumed: bool, unsaid: Set[str]) -> Iterator[str]:
-    state = plan.state
-    hours = state.duration_seconds / 3600
+def _summary(plan: FleetPlan, placement: Placement, *, assumed: bool, unsaid: Set[str]) -> Iterator[str]:
+    fleet = plan.fleet
+    hours = fleet.duration_seconds / 3600
     yield (
         f"WAF {plan.waf / _PETA:,.3f} PFLOP/s, reward {plan.value:.4g} FLOP in {_hours(hours)} until the next failure; "
-        f"{state.num_workers} workers, {plan.num_spare_workers} spare"
+        f"{fleet.num_workers} workers, {plan.num_spare_workers} spare"
     )
+    if plan.gap_flop:
+        gap = plan.gap_flop / abs(plan.value or 1.0)
+        yield f"the search stopped at its limit: the best plan's reward is greater by at most {gap:.1e} of this one"
     if plan.infeasible:
         yield f"not enough workers for: {', '.join(plan.infeasible)} (they may not be paused, and are)"
     if paused := [name for name in plan.paused if name not in plan.infeasible]:
@@ -194,20 +224,21 @@ def _summary(plan: Plan, placement: Placement, *, assumed: bool, unsaid: Set[str
         yield f"accelerators of replicas, or groups, that do not share a node: {', '.join(spanning)}"
 
 
-def _why_paused(plan: Plan, paused: Sequence[str]) -> Iterator[str]:
+def _why_paused(plan: FleetPlan, paused: Sequence[str]) -> Iterator[str]:
     """Compare each paused task with the best plan in which it has its least workers, in WAF until the next failure."""
-    reasons = explain(plan)
     now = {part.name: part.reward for part in plan.tasks}
-    seconds = plan.state.duration_seconds
+    seconds = plan.fleet.duration_seconds
     for name in paused:
-        other = reasons.get(name)
+        other = plan.explain(name)
         if other is None:
             yield f"paused: {name}: no plan has room for its minimum of workers"
             continue
-        earned = next(part.reward for part in other.plan.tasks if part.name == name) - now[name]
-        lost = earned + other.cost
+        earned = next(part.reward for part in other.tasks if part.name == name) - now[name]
+        # Rounding may place an equally good plan minimally above the best.
+        lost = earned + max(0.0, plan.value - other.value)
+        workers, rate = other.allocation[name], earned / seconds / 1e12
         yield (
-            f"paused: {name}: {other.num_workers} workers would bring {earned / seconds / 1e12:,.1f} TFLOP/s of WAF, "
+            f"paused: {name}: {workers} workers would bring {rate:,.1f} TFLOP/s of WAF, "
             f"and cost the other tasks {lost / seconds / 1e12:,.1f}"
         )
 
@@ -218,7 +249,7 @@ def _hours(hours: float) -> str:
     return f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:,.1f} min"
 
 
-def draw(path: Path, title: str, plan: Plan) -> None:
+def draw(path: Path, title: str, plan: FleetPlan) -> None:
     """Write a picture of the curves F(t,x) of all tasks with the chosen points, in the format of the file's name.
 
     Args:
@@ -238,12 +269,11 @@ def draw(path: Path, title: str, plan: Plan) -> None:
     # Figure without pyplot: no display, no global state.
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    chosen = plan.allocation
-    for curve in plan.state.tasks:
-        name, num_workers = curve.task.name, chosen[curve.task.name]
+    for part in plan.tasks:
+        name, num_workers, curve = part.name, part.num_workers, plan.curves[part.name]
         terms = curve.task.terms
         step = terms.granularity if terms.granularity > 1 else curve.unit
-        shown = curve.workers <= plan.state.num_workers
+        shown = curve.workers <= plan.plans[part.kind].state.num_workers
         # A gap in the line marks sizes that the task cannot have.
         sizes, waf = _with_gaps(curve.workers[shown], curve.waf[shown] / 1e15, max(step, curve.unit))
         (line,) = axes.plot(
@@ -252,7 +282,7 @@ def draw(path: Path, title: str, plan: Plan) -> None:
         axes.plot(
             [num_workers], [curve.waf_at(num_workers) / 1e15], "o", color=line.get_color(), markersize=8, clip_on=False
         )
-        before = plan.state.allocation.get(name, 0)
+        before = part.num_workers_before if part.kind == part.kind_before else 0
         if before and before != num_workers:
             axes.plot(
                 [before], [curve.waf_at(before) / 1e15], "o", color=line.get_color(), markersize=8, fillstyle="none"
@@ -262,7 +292,7 @@ def draw(path: Path, title: str, plan: Plan) -> None:
     axes.set_xlim(0, None)
     axes.set_ylim(0, None)
     axes.grid(alpha=0.3)
-    axes.set_title(f"{title}: WAF {plan.waf / 1e15:.2f} PFLOP/s on {plan.state.num_workers} workers", loc="left")
+    axes.set_title(f"{title}: WAF {plan.waf / 1e15:.2f} PFLOP/s on {plan.fleet.num_workers} workers", loc="left")
     axes.legend(title="task (weight): workers\n● planned   ○ now", loc="upper left")
     try:
         figure.savefig(path, dpi=150)
@@ -290,17 +320,17 @@ class _Outcome:
 
     words: str
     situation: Situation
-    plan: Plan
+    plan: FleetPlan
 
 
-def what_if(situation: Situation, plan: Plan, placement: Placement, event: str, argument: str | None) -> _Outcome:
+def what_if(situation: Situation, plan: FleetPlan, placement: Placement, event: str, argument: str | None) -> _Outcome:
     """Plan for an event that happens once ``plan`` is in force.
 
     Raises:
         ConfigError: the event is unknown or impossible.
     """
     in_force = dataclasses.replace(
-        situation, state=situation.state.adopt(plan.allocation), running=placement.accelerators, assumed=False
+        situation, fleet=situation.fleet.adopt(plan), running=placement.accelerators, assumed=False
     )
     if event == "node-loss":
         return _node_loss(in_force, placement, argument)
@@ -308,7 +338,7 @@ def what_if(situation: Situation, plan: Plan, placement: Placement, event: str, 
         return _join(in_force, argument)
     if event not in EVENTS:
         raise ConfigError(f"--what-if {event}: expected one of {', '.join(EVENTS)}")
-    tasks = {"finish": in_force.state.names, "launch": tuple(c.task.name for c in in_force.state.queued)}[event]
+    tasks = {"finish": in_force.fleet.tasks, "launch": in_force.fleet.queued}[event]
     if argument not in tasks:
         raise ConfigError(
             f"--what-if {event} {argument or ''}: expected one of the tasks {', '.join(tasks) or '(none)'}"
@@ -325,7 +355,7 @@ def _node_loss(situation: Situation, placement: Placement, argument: str | None)
         on_nodes = placement.of_task(argument or "")
         name = min(on_nodes, key=lambda node: (-on_nodes[node], node), default=None)
     if name is None:
-        running = ", ".join(task for task, num in situation.state.allocation.items() if num)
+        running = ", ".join(sorted(situation.fleet.homes))
         raise ConfigError(
             f"--what-if node-loss {argument or ''}: expected a ready node, or a task that has workers ({running})"
         )
@@ -336,36 +366,36 @@ def _node_loss(situation: Situation, placement: Placement, argument: str | None)
     event = WorkersLost(num_workers=node.num_accelerators, by_task=tuple(lost.items()))
     nodes = _replaced(situation.nodes, dataclasses.replace(node, state="failed"))
     held = ", ".join(f"{num} of {task}" for task, num in sorted(lost.items())) or "idle"
-    return _after(dataclasses.replace(situation, nodes=nodes), event, f"{name} fails ({held})")
+    return _after(dataclasses.replace(situation, nodes=nodes), event, f"{name} fails ({held})", node.kind)
 
 
 def _join(situation: Situation, argument: str | None) -> _Outcome:
-    if argument is None:
+    kinds = situation.fleet.kinds
+    most = next(iter(kinds.values())).node_workers
+    if argument in (kinds if len(kinds) > 1 else (None,)):
         names = {node.name for node in situation.nodes}
         name = next(f"new{index}" for index in range(len(names) + 1) if f"new{index}" not in names)
-        node = NodeCapacity(name=name, num_accelerators=situation.state.node_workers)
+        node = NodeCapacity(name=name, num_accelerators=most, kind=argument or next(iter(kinds)))
     else:
         away = {n.name: n for n in situation.nodes if n.state != "ready"}
         if argument not in away:
+            new = f"a kind for a new one ({', '.join(kinds)})" if len(kinds) > 1 else "no name for a new one"
             raise ConfigError(
-                f"--what-if join {argument}: expected a node that is not ready ({', '.join(away) or 'none is'}), "
-                "or no name for a new one"
+                f"--what-if join {argument or ''}: expected a node that is not ready ({', '.join(away) or 'none is'}), "
+                f"or {new}"
             )
         node = dataclasses.replace(away[argument], state="ready")
-    if not 0 < node.num_accelerators <= situation.state.node_workers:
-        raise ConfigError(
-            f"--what-if join {node.name}: {node.num_accelerators} accelerators, "
-            f"expected 1 to {situation.state.node_workers}"
-        )
+    if not 0 < node.num_accelerators <= most:
+        raise ConfigError(f"--what-if join {node.name}: {node.num_accelerators} accelerators, expected 1 to {most}")
     nodes = _replaced(situation.nodes, node)
     event = NodesJoined(num_workers=node.num_accelerators)
-    return _after(dataclasses.replace(situation, nodes=nodes), event, f"{node.name} joins")
+    return _after(dataclasses.replace(situation, nodes=nodes), event, f"{node.name} joins", node.kind)
 
 
 def _replaced(nodes: tuple[NodeCapacity, ...], node: NodeCapacity) -> tuple[NodeCapacity, ...]:
     return (*(each for each in nodes if each.name != node.name), node)
 
 
-def _after(situation: Situation, event: Event, words: str) -> _Outcome:
-    after = dataclasses.replace(situation, state=situation.state.after(event))
-    return _Outcome(words=words, situation=after, plan=solve(after.state))
+def _after(situation: Situation, event: Event, words: str, kind: str = "") -> _Outcome:
+    after = dataclasses.replace(situation, fleet=situation.fleet.after(event, kind))
+    return _Outcome(words=words, situation=after, plan=solve_fleet(after.fleet))

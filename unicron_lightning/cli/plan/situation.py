@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from unicron_lightning.planner.failures import (
     RateBelief,
     WeibullHazard,
 )
+from unicron_lightning.planner.fleet import Fleet, FleetPlan
 from unicron_lightning.planner.performance.calibrated import CalibratedModel, Measurement
 from unicron_lightning.planner.performance.description import PRESETS, TransformerProfile
 from unicron_lightning.planner.performance.model import (
@@ -33,7 +35,7 @@ from unicron_lightning.planner.performance.model import (
 from unicron_lightning.planner.performance.transformer import TransformerModel
 from unicron_lightning.planner.placement import Accelerators, Demand, NodeCapacity, NodeState, Placement, place
 from unicron_lightning.planner.reward import Curve, PlanTask
-from unicron_lightning.planner.solver import Plan
+from unicron_lightning.planner.solver import TaskPlan
 from unicron_lightning.planner.state import ClusterState
 from unicron_lightning.sections import read_section, read_yaml
 from unicron_lightning.terms import Terms
@@ -47,6 +49,8 @@ class NodeConfig:
     """Number of its accelerators; default: `PlanClusterConfig.workers_per_node`."""
     state: NodeState = "ready"
     """Only ready nodes are planned with. Workers on other nodes count as lost."""
+    kind: str | None = None
+    """Kind of its accelerators; default: `PlanClusterConfig.kind`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,16 @@ class PlanClusterConfig:
     """Workers that are allocated together; the value of workers_per_node allocates whole nodes."""
     accelerator: str | None = None
     """A800, A100, H100 or H200; only needed for tasks with `PerformanceConfig.transformer`."""
+    kind: str = ""
+    """Kind of the accelerators of nodes that do not state theirs."""
+    accelerators: dict[str, str] = field(default_factory=dict)
+    """Kind -> its `accelerator`; default: the one that is part of the kind's name, as in ``NVIDIA-H100-80GB-HBM3``."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of all nodes, and those that are named without nodes."""
+        named = {self.kind if node.kind is None else node.kind for node in self.nodes.values()}
+        return sorted({*named, *self.accelerators, *([self.kind] if self.num_nodes > 0 else [])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +106,9 @@ class FailuresConfig:
 class PerformanceConfig:
     """T(t,x), in exactly one way."""
 
+    kinds: dict[str, PerformanceConfig] | None = None
+    """T(t,x) on each kind of accelerators on which the task can run."""
+
     flops: dict[int, float] | None = None
     """Workers -> achieved aggregate FLOP/s."""
     points: list[dict[str, Any]] | None = None
@@ -107,7 +124,7 @@ class PerformanceConfig:
     beyond: Literal["hold", "extend"] = "hold"
 
     def __post_init__(self) -> None:
-        ways = ("flops", "points", "csv", "transformer")
+        ways = ("flops", "points", "csv", "transformer", "kinds")
         given = [way for way in ways if getattr(self, way) is not None]
         if len(given) != 1:
             raise ConfigError(f"given by {', '.join(given) or 'nothing'}: expected exactly one of {', '.join(ways)}")
@@ -138,6 +155,8 @@ class PlanTaskConfig:
     """The task's present workers, if their nodes are unknown; a placement of them is then assumed."""
     accelerators: dict[str, int] = field(default_factory=dict)
     """Node -> the task's present workers on it, including those on failed nodes."""
+    kind: str | None = None
+    """Kind of the ``workers``; only needed if the cluster has several."""
     group_size: int | None = None
     """Workers that should share a node; default: TP of the configuration, if known. Only reported."""
     replica_size: int | None = None
@@ -183,31 +202,30 @@ class Situation:
     """The planner's input.
 
     Attributes:
-        state: the planned situation.
+        fleet: the planned situation.
         nodes: all nodes.
         running: node -> task -> present workers.
         assumed: whether the file contains numbers of workers without their nodes.
         config: the file's definition of each task, including queued ones.
     """
 
-    state: ClusterState
+    fleet: Fleet
     nodes: tuple[NodeCapacity, ...]
     running: Accelerators
     assumed: bool
     config: Mapping[str, PlanTaskConfig]
 
-    def place(self, plan: Plan) -> Placement:
+    def place(self, plan: FleetPlan) -> Placement:
         """Place a plan's workers."""
-        demands = [self._demand(part.name, part.num_workers, plan) for part in plan.tasks]
-        return place(self.nodes, demands, self.running)
+        return place(self.nodes, [self._demand(part) for part in plan.tasks], self.running)
 
-    def _demand(self, task: str, num_workers: int, plan: Plan) -> Demand:
-        layout = next(part.configuration for part in plan.tasks if part.name == task)
-        config = self.config[task]
+    def _demand(self, part: TaskPlan) -> Demand:
+        layout, config = part.configuration, self.config[part.name]
         group = config.group_size or (layout.tensor_parallel if layout else 1)
         replica = config.replica_size or (layout.replica_size if layout else group)
         largest = max((node.num_accelerators for node in self.nodes), default=0)
-        return Demand(task=task, num_workers=num_workers, together=replica if replica <= largest else group)
+        together = replica if replica <= largest else group
+        return Demand(task=part.name, num_workers=part.num_workers, together=together, kind=part.kind)
 
 
 def situation_of(config: PlanConfig, folder: Path) -> Situation:
@@ -228,39 +246,63 @@ def situation_of(config: PlanConfig, folder: Path) -> Situation:
     if not config.tasks and not config.queued:
         raise ConfigError("tasks: {}: expected at least one task in tasks or queued")
     nodes = nodes_of(config.cluster)
-    ready = [node for node in nodes if node.state == "ready"]
-    num_workers = sum(node.num_accelerators for node in ready)
-    node_workers = config.cluster.workers_per_node
     names = {node.name for node in nodes}
-    usable = {node.name for node in ready}
     for name, task in config.tasks.items():
         unknown = sorted(task.accelerators.keys() - names)
         if unknown:
             raise ConfigError(f"tasks.{name}.accelerators.{unknown[0]}: no such node, expected one of the cluster's")
-
-    def curves(tasks: Mapping[str, PlanTaskConfig], where: str) -> tuple[Curve, ...]:
-        made = (task_of(name, task, where, config.cluster, folder, config.caution) for name, task in tasks.items())
-        return tuple(Curve.of(task, config.cluster.unit, num_workers + node_workers) for task in made)
-
-    lost = {name: _lost(task, usable) for name, task in config.tasks.items()}
+    homes = {name: _home(name, task, config.cluster, nodes) for name, task in config.tasks.items()}
+    hazards = failure_model(config.failures, config.cluster.workers_per_node)
     try:
-        state = ClusterState(
-            tasks=curves(config.tasks, "tasks"),
-            queued=curves(config.queued, "queued"),
-            num_workers=num_workers,
-            running_seconds=failure_model(config.failures, node_workers).running_seconds,
-            allocation={name: _workers(task) for name, task in config.tasks.items()},
-            lost={name: num for name, num in lost.items() if num},
-            unit=config.cluster.unit,
-            node_workers=node_workers,
-        )
+        kinds = {kind: _state(config, kind, nodes, homes, folder) for kind in config.cluster.kinds}
+        fleet = Fleet(kinds=kinds, running_seconds=hazards.running_seconds)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    running, assumed = _running(config, nodes)
+    running, assumed = _running(config, nodes, homes)
     return Situation(
-        state=state, nodes=nodes, running=running, assumed=assumed, config={**config.tasks, **config.queued}
+        fleet=fleet, nodes=nodes, running=running, assumed=assumed, config={**config.tasks, **config.queued}
+    )
+
+
+def _home(name: str, task: PlanTaskConfig, cluster: PlanClusterConfig, nodes: tuple[NodeCapacity, ...]) -> str:
+    """The kind on which a task runs; the cluster's only one or the first if it does not run."""
+    kinds = cluster.kinds
+    held = sorted({node.kind for node in nodes if task.accelerators.get(node.name)})
+    if len(held) > 1:
+        raise ConfigError(f"tasks.{name}.accelerators: on nodes of kinds {', '.join(held)}: expected nodes of one kind")
+    if task.kind is not None and task.kind not in (held or kinds):
+        raise ConfigError(f"tasks.{name}.kind={task.kind!r}: expected one of {', '.join(held or kinds)}")
+    if task.workers and task.kind is None and len(kinds) > 1:
+        raise ConfigError(f"tasks.{name}.kind is missing: expected the kind of its workers, one of {', '.join(kinds)}")
+    return task.kind or (held or kinds)[0]
+
+
+def _state(
+    config: PlanConfig, kind: str, nodes: tuple[NodeCapacity, ...], homes: Mapping[str, str], folder: Path
+) -> ClusterState:
+    """The workers of one kind, and the tasks that can run on them."""
+    cluster = config.cluster
+    ready = {node.name: node for node in nodes if node.state == "ready" and node.kind == kind}
+    num_workers = sum(node.num_accelerators for node in ready.values())
+
+    def curves(tasks: Mapping[str, PlanTaskConfig], where: str) -> tuple[Curve, ...]:
+        made = (task_of(name, task, where, cluster, folder, config.caution, kind) for name, task in tasks.items())
+        reach = num_workers + cluster.workers_per_node
+        return tuple(Curve.of(task, cluster.unit, reach) for task in made if task is not None)
+
+    own = {name: task for name, task in config.tasks.items() if homes[name] == kind}
+    lost = {name: _lost(task, set(ready)) for name, task in own.items()}
+    return ClusterState(
+        tasks=curves(config.tasks, "tasks"),
+        queued=curves(config.queued, "queued"),
+        num_workers=num_workers,
+        running_seconds=1.0,  # the fleet has that of all kinds
+        allocation={name: _workers(task) for name, task in own.items()},
+        lost={name: num for name, num in lost.items() if num},
+        unit=cluster.unit,
+        node_workers=cluster.workers_per_node,
     )
 
 
@@ -273,12 +315,15 @@ def nodes_of(config: PlanClusterConfig) -> tuple[NodeCapacity, ...]:
     nodes = {}
     for index in range(config.num_nodes):
         name = f"node{index:0{digits}}"
-        nodes[name] = NodeCapacity(name=name, num_accelerators=config.workers_per_node)
+        nodes[name] = NodeCapacity(name=name, num_accelerators=config.workers_per_node, kind=config.kind)
     for name, node in config.nodes.items():
         num_accelerators = config.workers_per_node if node.num_accelerators is None else node.num_accelerators
         if num_accelerators < 0:
             raise ConfigError(f"cluster.nodes.{name}.num_accelerators={num_accelerators}: expected a number >= 0")
-        nodes[name] = NodeCapacity(name=name, num_accelerators=num_accelerators, state=node.state)
+        kind = config.kind if node.kind is None else node.kind
+        if not kind and len(config.kinds) > 1:
+            raise ConfigError(f"cluster.nodes.{name}.kind is missing: expected a kind, which other nodes have")
+        nodes[name] = NodeCapacity(name=name, num_accelerators=num_accelerators, state=node.state, kind=kind)
     if not nodes:
         raise ConfigError(f"cluster.num_nodes={config.num_nodes}: expected at least 1, or nodes by name")
     return tuple(nodes.values())
@@ -328,13 +373,22 @@ def _fair(tasks: Mapping[str, PlanTaskConfig]) -> dict[str, PlanTaskConfig]:
 
 
 def task_of(
-    name: str, config: PlanTaskConfig, where: str, cluster: PlanClusterConfig, folder: Path, caution: float = 0.0
-) -> PlanTask:
-    """A task with its performance model."""
+    name: str,
+    config: PlanTaskConfig,
+    where: str,
+    cluster: PlanClusterConfig,
+    folder: Path,
+    caution: float = 0.0,
+    kind: str = "",
+) -> PlanTask | None:
+    """A task with its performance model on a kind of accelerators; None if it cannot run on it."""
     try:
+        performance = _on_kind(config.performance, cluster, kind)
+        if performance is None:
+            return None
         return PlanTask(
             name=name,
-            performance=performance_of(config.performance, cluster, folder),
+            performance=performance_of(performance, cluster, folder, kind),
             transition_seconds=config.transition_seconds,
             relayout_seconds=config.relayout_seconds,
             terms=Terms.of(config, may_pause=config.may_pause is not False),
@@ -344,14 +398,33 @@ def task_of(
         raise ConfigError(f"{where}.{name}: {error}") from error
 
 
-def performance_of(config: PerformanceConfig, cluster: PlanClusterConfig, folder: Path) -> PerformanceModel:
+def _on_kind(config: PerformanceConfig, cluster: PlanClusterConfig, kind: str) -> PerformanceConfig | None:
+    """The part that is for a kind; None without one."""
+    kinds = cluster.kinds
+    if config.kinds is not None:
+        if unknown := sorted(config.kinds.keys() - set(kinds)):
+            known = ", ".join(filter(None, kinds)) or "none: no node of the cluster states its kind"
+            raise ConfigError(f"performance.kinds.{unknown[0]}: no such kind, expected those of the cluster, {known}")
+        return config.kinds.get(kind)
+    fixed = config.transformer is None or config.transformer.accelerator is not None or config.measured is not None
+    if len(kinds) > 1 and fixed:
+        given = f"performance: one for accelerators of kinds {', '.join(kinds)}"
+        raise ConfigError(f"{given}: expected kinds, or transformer without accelerator and measured")
+    return config
+
+
+def performance_of(
+    config: PerformanceConfig, cluster: PlanClusterConfig, folder: Path, kind: str = ""
+) -> PerformanceModel:
     """T(t,x) as defined by a file.
 
     Raises:
         ValueError: the table or the model is invalid.
     """
+    if config.kinds is not None:
+        raise ConfigError("performance.kinds: expected T(t,x) for one kind of accelerators")
     if config.transformer is not None:
-        prior = _transformer(config.transformer, cluster)
+        prior = _transformer(config.transformer, cluster, kind)
         return prior if config.measured is None else _calibrated(prior, config)
     if config.csv is None:
         rows = config.points or [{"workers": x, "flops_per_second": rate} for x, rate in (config.flops or {}).items()]
@@ -365,10 +438,13 @@ def performance_of(config: PerformanceConfig, cluster: PlanClusterConfig, folder
     return MeasuredTable(points=points, between=config.between, beyond=config.beyond)
 
 
-def _transformer(profile: TransformerProfile, cluster: PlanClusterConfig) -> TransformerModel:
-    accelerator = profile.accelerator or cluster.accelerator
+def _transformer(profile: TransformerProfile, cluster: PlanClusterConfig, kind: str) -> TransformerModel:
+    given = profile.accelerator or cluster.accelerators.get(kind) or cluster.accelerator
+    named = [word for word in re.split(r"[^A-Z0-9]+", kind.upper()) if word in PRESETS]
+    accelerator = given or next(iter(named), None)
     if accelerator is None or accelerator not in PRESETS:
-        raise ConfigError(f"cluster.accelerator={cluster.accelerator}: expected one of {', '.join(sorted(PRESETS))}")
+        key = f"accelerators.{kind}" if kind else "accelerator"
+        raise ConfigError(f"cluster.{key}={accelerator}: expected one of {', '.join(sorted(PRESETS))}")
     return TransformerModel.of(profile, accelerator=accelerator, accelerators_per_node=cluster.workers_per_node)
 
 
@@ -391,7 +467,9 @@ def _lost(task: PlanTaskConfig, usable: set[str]) -> int:
     return sum(num for node, num in task.accelerators.items() if node not in usable)
 
 
-def _running(config: PlanConfig, nodes: tuple[NodeCapacity, ...]) -> tuple[Accelerators, bool]:
+def _running(
+    config: PlanConfig, nodes: tuple[NodeCapacity, ...], homes: Mapping[str, str]
+) -> tuple[Accelerators, bool]:
     """Present workers by node and task; workers without a known node are placed beside the others."""
     running: dict[str, dict[str, int]] = {}
     for task, each in config.tasks.items():
@@ -401,11 +479,11 @@ def _running(config: PlanConfig, nodes: tuple[NodeCapacity, ...]) -> tuple[Accel
     if not loose:
         return running, False
     known = [
-        Demand(task=name, num_workers=sum(each.accelerators.values()))
+        Demand(task=name, num_workers=sum(each.accelerators.values()), kind=homes[name])
         for name, each in config.tasks.items()
         if each.accelerators and name not in loose
     ]
-    demands = [Demand(task=name, num_workers=num or 0) for name, num in loose.items()]
+    demands = [Demand(task=name, num_workers=num or 0, kind=homes[name]) for name, num in loose.items()]
     try:
         return place(nodes, [*known, *demands], running).accelerators, True
     except ValueError as error:

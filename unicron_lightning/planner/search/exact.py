@@ -312,6 +312,13 @@ def reduced_costs(problem: SearchProblem) -> tuple[IntArray, list[int]]:
     return np.repeat(best, counts) - worth, bounds
 
 
+def price_of(columns: Sequence[Column], num_units: int) -> int:
+    """The price at which the tasks of some columns take about a number of units; 0 if there are enough for all."""
+    least = [int(column.units[0]) for column in columns]
+    joined = Columns.join([Column(units=c.units - k, keys=c.keys) for c, k in zip(columns, least, strict=True)])
+    return _price(joined, num_units - sum(least), int(joined.units.max(initial=0)))
+
+
 def _price(tasks: Columns, num_units: int, most_units: int) -> int:
     """The price at which some tasks take about a number of units; 0 if there are enough for all.
 
@@ -487,7 +494,7 @@ class Rows:
         return self.core.units[options], self.core.keys[options]
 
 
-_VALUE_BITS = 44
+VALUE_BITS = 44
 """Number of bits to which F is rounded, relative to the power of two above the sum of all."""
 
 
@@ -508,7 +515,7 @@ def _best_subset(state: ClusterState, curves: list[Curve], num_units: int) -> li
     _, exponent = math.frexp(math.fsum(float(curve.waf[0]) for curve in curves))
     columns = []
     for curve in curves:
-        value = round(math.ldexp(float(curve.waf[0]), _VALUE_BITS - exponent)) * (len(curves) + 1)
+        value = round(math.ldexp(float(curve.waf[0]), VALUE_BITS - exponent)) * (len(curves) + 1)
         key = value + (state.allocation.get(curve.task.name, 0) > 0)
         units = np.array([0, int(curve.workers[0]) // state.unit], dtype=np.int64)
         columns.append(Column(units=units, keys=np.array([0, key], dtype=np.int64)))
