@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(500)]
 
 EVERY = 3
 AGAIN = pytest.mark.chaos  # one case of each test is run without -m chaos, to keep `make test` short
+VIRTUAL: dict[str, Any] = {**EXPERTS, "pp": 2, "vpp": 2, "dp": 1, "toy": {**EXPERTS["toy"], "layers": 4}}
 MODELS: dict[str, dict[str, Any]] = {
     "zero1": {"pp": 2, **ZERO1},
     "bfloat16": {"tp": 2, "toy": {"sequence_parallel": True, "bf16": True}, "ddp": {"overlap_grad_reduce": True}},
@@ -26,21 +27,30 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": EXPERTS,
     "interleaved": {"pp": 2, "vpp": 2, **ZERO1},
     "parts": {"cp": 2, "toy": {"double": True}, **ZERO1},
+    "expert_parts": {**EXPERTS, **ZERO1_EXPERTS, "cp": 2},
+    "virtual_experts": {**VIRTUAL, **ZERO1_EXPERTS, "ep": 2},
+    "virtual_parts": {"pp": 2, "vpp": 2, "dp": 1, "cp": 2, "toy": {"double": True}, **ZERO1},
+    "scaled": {"pp": 2, **ZERO1, "toy": {"fp16": True}},
     "experts_alone": {**EXPERTS, "dp": 1},
     "sharded_experts": {**EXPERTS, **ZERO1_EXPERTS},
     "sharded_experts_alone": {**EXPERTS, **ZERO1_EXPERTS, "dp": 1},
 }
 
 
+def size_of(model: dict[str, Any]) -> int:
+    """Workers of a replica."""
+    return int(model["tp"] * model["pp"] * max(model.get("cp", 1), model.get("ep", 1)))
+
+
 def begin(folder: Path, model: dict[str, Any]) -> Cluster:
-    workers = model["tp"] * model["pp"] * max(model.get("cp", 1), model.get("ep", 1)) * model["dp"]
+    workers = size_of(model) * model["dp"]
     settings = {**model, "steps": 6, "finish": True, "full": workers, "pace": 0.15, "memory": [EVERY, 1]}
     return Cluster(folder, script=SCRIPT, agents=workers, nodes=f"2:{workers}", settings=settings, leaves="agent-*/*")
 
 
 def end(cluster: Cluster, model: dict[str, Any], died: float, worlds: Any) -> dict[str, Any]:
     """Let the task go on and end; compare parameters and norms; return the event of the restoration."""
-    wait_replicas(cluster, model["dp"], after=died)
+    wait_replicas(cluster, model["dp"], workers=size_of(model), after=died)
     (cluster.folder / "finish").touch()
     cluster.wait_end(150, linger=True)
     (restored,) = (each for each in cluster.events("worker.state_restored") if each["tier"] == "memory")
@@ -58,7 +68,7 @@ def end(cluster: Cluster, model: dict[str, Any], died: float, worlds: Any) -> di
 
 def after_step(cluster: Cluster, model: dict[str, Any], step: int) -> dict[str, int]:
     """Wait for a step of all workers; return the process of each node's worker."""
-    wait_replicas(cluster, model["dp"])
+    wait_replicas(cluster, model["dp"], workers=size_of(model))
     cluster.watch(lambda: any(note["step"] >= step for note in cluster.notes("step")), f"step {step}", 200)
     return {note["node"]: note["pid"] for note in cluster.world()}
 
@@ -69,7 +79,10 @@ def after_step(cluster: Cluster, model: dict[str, Any], step: int) -> dict[str, 
         "zero1",
         *(
             pytest.param(name, marks=AGAIN)
-            for name in ("bfloat16", "experts", "sharded_experts", "interleaved", "parts")
+            for name in (
+                *("bfloat16", "experts", "sharded_experts", "interleaved", "parts"),
+                *("expert_parts", "virtual_experts", "virtual_parts", "scaled"),
+            )
         ),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_layouts_follow_each_other(name: str, tmp_path: Path, worlds: Any) -> No
             workers = sizes["tp"] * sizes["pp"] * max(parts, experts)
             words = [word for name, size in sizes.items() for word in (f"--{name}", f"{size}")]
             cluster.order("relayout", "task", *words)
-            changed = cluster.watch(lambda: layout_of(cluster, sizes), f"{sizes}", 150)
+            changed = cluster.watch(partial(layout_of, cluster, sizes), f"{sizes}", 150)
             wait_replicas(cluster, 4 // workers, workers=workers, tp=sizes["tp"], after=changed["at"])
         (tmp_path / "finish").touch()
         cluster.wait_exit(150)

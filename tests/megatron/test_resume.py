@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from system.cluster import Cluster
 from system.healing import check
-from system.megatron import EXPERTS, MODEL, ZERO1_EXPERTS, differences, finals, train
+from system.megatron import EXPERTS, MODEL, ZERO1, ZERO1_EXPERTS, differences, finals, train
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -120,3 +120,33 @@ def test_a_changed_checkpoint_is_skipped_for_an_older_one(tmp_path: Path) -> Non
         rejected = {Path(event["path"]).name for event in cluster.events("worker.checkpoint_rejected")}
         assert "step=2.ckpt" in rejected <= {"step=2.ckpt", "step=3.ckpt"}
         assert sorted(note["step"] for note in cluster.notes("step")) == [0, 1, 1, 2, 2, 3]
+
+
+VIRTUAL: dict[str, Any] = {"pp": 2, "vpp": 2, "dp": 1, "accumulation": 4}
+PARTS: dict[str, Any] = {**MODEL, "cp": 2, "toy": {"double": True}, "optimizer": {"clip_grad": 0.0, "lr": 1e-3}}
+SCALE = {"initial_loss_scale": 2.0**20, "loss_scale_window": 2, "hysteresis": 1}
+COMBINATIONS: dict[str, dict[str, Any]] = {
+    "sharded experts of parts": {**EXPERTS, **ZERO1_EXPERTS, "cp": 2},
+    "sharded virtual experts": {**EXPERTS, **ZERO1_EXPERTS, **VIRTUAL, "toy": {**EXPERTS["toy"], "layers": 4}},
+    "virtual parts": {**PARTS, **VIRTUAL},
+    "sharded fp16": {**MODEL, "toy": {"fp16": True}, "ddp": ZERO1["ddp"], "optimizer": {**ZERO1["optimizer"], **SCALE}},
+}
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_layouts_together_resume(name: str, tmp_path: Path, worlds: Any) -> None:
+    """From a checkpoint written beside the training, and from one of its callback, bit by bit."""
+    world = {**COMBINATIONS[name], "finish": False}
+    workers = world["pp"] * max(world.get("cp", 1), world.get("ep", 1)) * world["dp"]
+    first = train(tmp_path / "first", workers, **world, steps=6, save_every=2, beside=True)
+    check(tmp_path / "first", world, worlds)
+    path = str(tmp_path / "first" / "checkpoints" / "step=2.ckpt")
+    second = train(tmp_path / "second", workers, **world, steps=4, save_every=2, resume=path)
+    path = str(tmp_path / "second" / "checkpoints" / "step=4.ckpt")
+    third = train(tmp_path / "third", workers, **world, steps=6, resume=path)
+    assert [*second, *third] == [2, 3, 4, 5]
+    for value in ("loss", "norm"):
+        found = [note[value] for note in (*second.values(), *third.values())]
+        assert found == pytest.approx([first[step][value] for step in range(2, 6)], rel=1e-6, nan_ok=True)
+    assert set(differences(finals(tmp_path / "third")[1], tmp_path / "first" / "plain").values()) == {0.0}

@@ -77,8 +77,11 @@ def parameter_groups(ddps: Sequence[Any], config: Any) -> dict[int, int]:
 
 def columns() -> int:
     """Columns of a replica in Megatron's present groups."""
-    sizes = parallel_state.get_context_parallel_world_size(), parallel_state.get_expert_model_parallel_world_size()
-    return wire.columns_of(*sizes)
+    context, expert = (
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+    return wire.Layout(tensor=1, pipeline=1, context=context, expert=expert).columns
 
 
 def parts_of(optimizer: Any) -> list[Any]:

@@ -51,7 +51,7 @@ class Shape:
     @property
     def columns(self) -> int:
         """Workers of a stage that have the same slice of its layers: parts of a sequence, and lanes."""
-        return wire.columns_of(self.context, self.expert)
+        return self.layout.columns
 
     @property
     def width(self) -> int:

@@ -71,7 +71,6 @@ from unicron_lightning.wire.subjects import (
     StateStaged,
     StateVersion,
     StateWanted,
-    columns_of,
 )
 
 __all__ = [

@@ -19,13 +19,6 @@ from msgspec import Meta
 from unicron_lightning.wire.fields import Count, Id, Index, Key, Message, Path, Pid, Size, Wall, Word
 
 
-def columns_of(context: int, expert: int) -> int:
-    """Return how many workers of a stage have the same slice of its layers: as in Megatron, experts are divided among
-    successive ones, whether these have parts of one sequence or sequences of their own.
-    """
-    return max(context, expert)
-
-
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Distribution of a replica of the model over workers."""
 
@@ -44,8 +37,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def columns(self) -> int:
-        """As of `columns_of`."""
-        return columns_of(self.context, self.expert)
+        """Number of workers of a stage that have the same slice of its layers. As in Megatron, experts are divided
+        among successive ones, whether these have parts of one sequence or sequences of their own.
+        """
+        return max(self.context, self.expert)
 
     @property
     def workers(self) -> int:

@@ -1,6 +1,6 @@
-"""The change of TP, PP and EP (CP stays), or of the number of shards, of a running task: a cold transition, by an operator's
+"""The change of TP, PP and EP, or of the number of shards, of a running task: a cold transition, by an operator's
 order, or because a job names a layout for the number of slots that the plan has given it, or leaves the layout to the
-plan.
+plan. CP stays.
 
 1. The order is recorded, if the model and the workers allow the layout.
 2. An epoch of kind ``relayout`` with the same members is published: they finish the step, switch, write a checkpoint,
