@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -33,7 +34,7 @@ from unicron_lightning.strategies.state.comparison import further_state
 from unicron_lightning.strategies.state.memory import WholeDivision
 from unicron_lightning.worker.agreement import NO_DIGEST
 from unicron_lightning.worker.buckets import GradientBuckets, TrainedParameters
-from unicron_lightning.worker.comparison import Divergence, OnDivergence
+from unicron_lightning.worker.comparison import Divergence, OnDivergence, saved_tensors
 from unicron_lightning.worker.effects import Effects
 from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.exact_sums import ExactGradients, step_sums
@@ -93,9 +94,14 @@ class DataParallel(Parallelism):
 
     def found(self, *, resumes: bool) -> None:
         strategy = self._strategy
-        if not resumes and strategy.engine.world.size > 1 and strategy.collectives.starting:
+        if resumes or strategy.engine.world.size == 1:
+            return
+        module, engine = strategy.module, strategy.engine
+        if strategy.collectives.starting:
             strategy.comparison.agree("model")
-            share_initial([*strategy.module.parameters(), *strategy.module.buffers()], strategy.engine)
+            share_initial([*module.parameters(), *module.buffers()], engine)
+        elif strategy.trainer.state.fn == TrainerFn.FITTING:  # perhaps of a module that the trainer has not had before
+            share_initial([*saved_tensors(module).values()], engine)
 
     def share(self, micro_batches: range) -> list[int]:
         return [micro_batches[number] for number in self.own(range(len(micro_batches)))]

@@ -49,12 +49,12 @@ from unicron_lightning.strategies.fsdp.steps import (
 )
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.passes.evaluation import GlobalPasses
+from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.memory import SpreadDivision
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.communication.nccl import check_device
 from unicron_lightning.worker.comparison import Divergence
 from unicron_lightning.worker.engine import Engine, World
-from unicron_lightning.worker.module_buffers import unsaved
 from unicron_lightning.worker.reporting import balance_of
 from unicron_lightning.worker.session import Session, control_of_process
 
@@ -430,7 +430,7 @@ class FsdpParallel(Parallelism):
         self.member.fabric.leave_if_surplus()
 
     def state(self, trainer: pl.Trainer) -> dict[str, Any]:
-        return {"buffers": unsaved(trainer.lightning_module)}
+        return join_state.parameter_state(trainer)
 
     def snapshot(self) -> Callable[[], None]:
         fabric, model = self.member.fabric, self.member.model

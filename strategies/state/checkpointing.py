@@ -24,7 +24,6 @@ from unicron_lightning.checkpoints.files import (
     OPTIMIZER,
     by_name,
     digest_of,
-    group_names,
     is_folder,
     located,
 )
@@ -36,6 +35,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.model_state import group_names
 from unicron_lightning.worker.session import FitPassed
 
 if TYPE_CHECKING:
@@ -83,10 +83,9 @@ class SingleFileCheckpoints(CheckpointStore):
 
     def held(self, checkpoint: dict[str, Any]) -> HeldCheckpoint:
         state: dict[str, Any] = {MODEL: checkpoint["state_dict"]}
-        names = {id(each): name for name, each in self._strategy.module.named_parameters()}
         optimizers = checkpoint.get("optimizer_states", [])
         for number, (own, optimizer) in enumerate(zip(optimizers, self._strategy.optimizers, strict=False)):
-            state[f"{OPTIMIZER}{number}"] = by_name(own, group_names(optimizer, names))
+            state[f"{OPTIMIZER}{number}"] = by_name(own, group_names(optimizer, self._strategy.module))
         return HeldCheckpoint.whole(state, rest_of(checkpoint))
 
     def converted(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from unicron_lightning.strategies.state import callbacks
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.codec import unpack_parts
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.model_state import layer_settings, set_layers
+from unicron_lightning.worker.model_state import group_names, layer_settings, regroup, set_layers
 from unicron_lightning.worker.module_buffers import restore_unsaved, unsaved
 from unicron_lightning.worker.operations import Agreement
 from unicron_lightning.worker.sums import SumsLayout
@@ -105,10 +105,10 @@ def _restore_results(trainer: pl.Trainer, state: dict[str, Any], device: torch.d
 
 
 def parameter_state(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the parts of a joiner's state about single parameters, of a model that it holds as a whole."""
+    """Return the parts of a joiner's state about single parameters."""
     return {
         "requires_grad": [p.requires_grad for p in trainer.lightning_module.parameters()],
-        "groups": _group_names(trainer),
+        "groups": [group_names(each, trainer.lightning_module) for each in trainer.optimizers],
         "buffers": unsaved(trainer.lightning_module),
     }
 
@@ -469,24 +469,12 @@ def _reloads(fit_loop: _FitLoop) -> list[tuple[Any, str]]:
     return [(fit_loop, "_last_train_dl_reload_epoch"), (val_loop, "_last_val_dl_reload_epoch")]
 
 
-def _group_names(trainer: pl.Trainer) -> list[list[list[str]]]:
-    """Return the names of the parameters in each optimizer and parameter group."""
-    names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
-    return [[[names[id(p)] for p in g["params"] if id(p) in names] for g in o.param_groups] for o in trainer.optimizers]
-
-
 def _regroup(trainer: pl.Trainer, requires_grad: list[bool], groups: list[list[list[str]]]) -> None:
     """Freeze and unfreeze parameters, and form the optimizers' groups, as callbacks have done on the donor."""
-    module = trainer.lightning_module
-    for parameter, needed in zip(module.parameters(), requires_grad, strict=True):
+    for parameter, needed in zip(trainer.lightning_module.parameters(), requires_grad, strict=True):
         parameter.requires_grad_(needed)
-    if groups == _group_names(trainer):
-        return
-    parameters = dict(module.named_parameters())
     for optimizer, named in zip(trainer.optimizers, groups, strict=True):
-        optimizer.param_groups.clear()
-        for names in named:
-            optimizer.add_param_group({"params": [parameters[name] for name in names]})
+        regroup(optimizer, trainer.lightning_module, named)
 
 
 def _add_group_once(optimizer: Optimizer, group: dict[str, Any]) -> None:

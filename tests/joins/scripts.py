@@ -384,6 +384,20 @@ def validated_twice(folder: Path) -> list[Run]:
     return [first, Run(module=module, data=given, trainer=None, epochs=2)]
 
 
+class OfRank(Net):
+    """Begins with weights of its rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.head.weight.add_(int(os.environ.get("RANK", "0")))
+
+
+def another_module(folder: Path) -> list[Run]:
+    given = {"train_dataloaders": data()}
+    return [Run(module=OfRank(), data=given, epochs=1), Run(module=OfRank(), data=given, trainer=None, epochs=2)]
+
+
 class ByEpoch(pl.LightningDataModule):
     """Gives other data in each data epoch, as a curriculum does."""
 
@@ -459,11 +473,13 @@ SCRIPTS = {
     "sharded": Script(runs=hooked(ScaledWeights, HalfRates, OptimizerState, strategy=sharded)),
     "narrow_state": Script(runs=hooked(HalfRates, net=Narrow)),
     "sharded_narrow_state": Script(runs=hooked(HalfRates, net=Narrow, strategy=sharded)),
+    "sharded_unfreezing": Script(runs=hooked(Unfreezing, net=Dropped, strategy=sharded), kill=(1, 12, 0)),
     "sharded_twice": Script(runs=twice(ScaledWeights, Net, same=True, strategy=sharded), kill=(2, 21, 0)),
     "second_fit": Script(runs=twice(HalfRates, Net, same=False), kill=(2, 7, 1)),
     "second_fit_same": Script(runs=twice(ScaledWeights, Net, same=True), kill=(2, 21, 1)),
     "second_fit_thawed": Script(runs=twice(Thawing, Thawed, same=False), kill=(2, 3, 1)),
     "second_fit_searched": Script(runs=twice(finder, Searched, same=False, bare=True), kill=(2, 3, 0)),
+    "second_fit_of_another_module": Script(runs=another_module, kill=(2, 9, 1)),
     "data_by_epoch": Script(runs=by_epoch, kill=(1, 20, 1)),
     "channels_last": Script(runs=hooked(net=Pictures)),
     "common_state": Script(runs=hooked(net=WithCommonState)),

@@ -150,3 +150,11 @@ def test_what_follows_a_loop_that_is_left_out_is_that_of_the_task(
 def _between(world: Site, kind: str, name: str) -> list[Path]:
     """Return the paths of the checkpoints between the loops: of the task, and of one process."""
     return [world.folder / name / BETWEEN, world.folder / f"{kind}-single" / "alone" / BETWEEN]
+
+
+def test_a_second_run_begins_with_the_first_ranks_model(world: Site) -> None:
+    alone = single(world, world.folder / "second-single", "loop.second_worker", "second-alone")
+    found = run(world, "second", "loop.second_worker", [], workers=WORKERS, least=WORKERS)
+    assert len(found) == WORKERS
+    for each in found:
+        check(each, alone)

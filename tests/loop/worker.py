@@ -64,18 +64,19 @@ class Stream(IterableDataset[Any]):
 
 
 class Net(nn.Module):
-    """A net with dropout and batch norm, and a parameter that counts the uses of each sample."""
+    """A net with dropout and batch norm, a parameter that counts the uses of samples, and one that is trained later."""
 
     def __init__(self) -> None:
         super().__init__()
         layers = [nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1)]
         self.layers = nn.Sequential(*layers)
         self.uses = nn.Parameter(torch.zeros(SAMPLES))
+        self.late = nn.Parameter(torch.zeros(1))
 
     def forward(self, batch: Any) -> torch.Tensor:
         """Return the loss."""
         index, values, targets = batch
-        return nn.functional.mse_loss(self.layers(values), targets) + self.uses[index].sum()
+        return nn.functional.mse_loss(self.layers(values) + self.late, targets) + self.uses[index].sum()
 
 
 class Deaths:
@@ -227,6 +228,8 @@ BETWEEN: Final = "between.ckpt"
 SCHEDULE: Final = {0: 24, 2: 12}
 STOPPED: Final = 6
 """Step in which one rank of a loop of kind "stop" wants it to end."""
+LATE: Final = 4
+"""Step in which the optimizer gets a further parameter, whose gradient is clipped together with others before."""
 HALVED: Final = 6
 """Step whose gradients overflow, with a scaler."""
 
@@ -278,8 +281,10 @@ class Training:
         """Step the optimizers; return further values."""
         if self.kind == "scaler" and step.number == HALVED:
             self.net.layers[0].weight.grad.fill_(torch.inf)
+        if step.number == LATE:
+            self._optimizer.add_param_group({"params": [self.net.late], "lr": 0.02})
         self.scaler.unscale_(self._optimizer)
-        nn.utils.clip_grad_norm_(self.net.layers.parameters(), 1.0)
+        nn.utils.clip_grad_norm_([*self.net.layers.parameters(), self.net.late], 1.0)
         self.scaler.step(self._optimizer)
         self.scaler.step(self._counter)
         self.scaler.update()

@@ -208,14 +208,6 @@ def is_folder(path: str | Path) -> bool:
     return (Path(path) / INDEX).is_file() and (Path(path) / REST).is_file()
 
 
-def group_names(optimizer: Any, names: Mapping[int, str]) -> list[list[str]]:
-    """Return the names of the parameters of each group of an optimizer, given names by identity; others get one."""
-    return [
-        [names.get(id(each), f"{at}.{place}") for place, each in enumerate(group["params"])]
-        for at, group in enumerate(optimizer.param_groups)
-    ]
-
-
 def by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return an optimizer's state by parameters' names, from its `state_dict`.
 

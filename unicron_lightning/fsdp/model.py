@@ -33,6 +33,7 @@ from unicron_lightning.fsdp.whole_updates import WholeUpdates
 from unicron_lightning.replica.channels import AcceleratedGroup, AcceleratedGroups, Channels, PeerGroup
 from unicron_lightning.worker.communication.nccl import make_group
 from unicron_lightning.worker.delivery import divided_shard
+from unicron_lightning.worker.model_state import group_names, regroup
 from unicron_lightning.worker.state_parts import DividedState
 
 Make = Callable[[dist.Store, int, int, torch.device], tuple[Any, Any]]
@@ -292,6 +293,7 @@ class FsdpShard:
             "shard": self.group.rank(),
             "fits": self.fits,
             "tensors": [each.detach() for each in tensors],
+            "requires_grad": [parameter.requires_grad for parameter in self.root.parameters()],
             "optimizer": self._optimizer_state(),
         }
 
@@ -303,13 +305,22 @@ class FsdpShard:
             own = local_shards([*self.root.parameters(), *self.root.buffers()])
             for tensor, value in zip(own, state["tensors"], strict=True):
                 tensor.copy_(value)
+        for parameter, needed in zip(self.root.parameters(), state["requires_grad"], strict=True):
+            parameter.requires_grad_(needed)
         self._load_optimizer(state["optimizer"])
         self.loaded()
 
     def _load_optimizer(self, state: Mapping[str, Any]) -> None:
         """Load an `_optimizer_state`; nothing of an empty one."""
         if self.optimizer is not None and state:
-            load_optimizer(self.optimizer, state, whole=False)
+            self._load_shard(self.optimizer, state)
 
     def _optimizer_state(self) -> dict[str, Any]:
-        return {} if self.optimizer is None else optimizer_shard(self.optimizer)
+        return {} if self.optimizer is None else self._shard_of(self.optimizer)
+
+    def _shard_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {**optimizer_shard(optimizer), "groups": group_names(optimizer, self.root)}
+
+    def _load_shard(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        regroup(optimizer, self.root, state["groups"])
+        load_optimizer(optimizer, state, whole=False)

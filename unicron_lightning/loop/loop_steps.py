@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -216,6 +216,12 @@ class LoopSteps:
         assert self._gradients is not None
         self._gradients.install(used)
         self._gradients.refusal = BACKWARD
+        self._forget(self._registered.untrained)
+
+    @staticmethod
+    def _forget(parameters: Iterable[Tensor]) -> None:
+        for each in parameters:
+            each.grad = None
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Clip the gradients; see `LoopStep.clip_grad_norm_`."""

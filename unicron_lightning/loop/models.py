@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unicron_lightning.checkpoints.agent_memory import StateDivision
-from unicron_lightning.checkpoints.files import MODEL, OPTIMIZER, by_name, group_names
+from unicron_lightning.checkpoints.files import MODEL, OPTIMIZER, by_name
 from unicron_lightning.checkpoints.pieces import HeldCheckpoint
 from unicron_lightning.checkpoints.saving import WriteFile
 from unicron_lightning.data.passes import PassBatches
@@ -16,7 +16,7 @@ from unicron_lightning.loop.evaluation import LoopPass
 from unicron_lightning.loop.loop_steps import LoopSteps
 from unicron_lightning.loop.registered import RegisteredObjects
 from unicron_lightning.worker.engine import World
-from unicron_lightning.worker.model_state import share_initial
+from unicron_lightning.worker.model_state import group_names, share_initial
 from unicron_lightning.worker.reproducible import digest_of
 from unicron_lightning.worker.rows import shares_of
 from unicron_lightning.worker.session import Session
@@ -115,10 +115,9 @@ class WholeModels:
             rest: what is neither model nor optimizer.
         """
         registered, model = self.registered, state["models"]
-        names = {id(each): name for name, each in registered.module.named_parameters()}
         held: dict[str, Any] = {MODEL: {f"{name}.{key}": each for name in model for key, each in model[name].items()}}
         for number, (name, optimizer) in enumerate(registered.optimizers.items()):
-            held[f"{OPTIMIZER}{number}"] = by_name(state["optimizers"][name], group_names(optimizer, names))
+            held[f"{OPTIMIZER}{number}"] = by_name(state["optimizers"][name], group_names(optimizer, registered.module))
         return HeldCheckpoint.whole(held, rest)
 
     def digest(self) -> str:

@@ -25,7 +25,14 @@ from unicron_lightning.worker.comparison import (
     plain_text,
     shared_state,
 )
-from unicron_lightning.worker.model_state import are_converted, keep_types, layer_settings, set_layers
+from unicron_lightning.worker.model_state import (
+    are_converted,
+    group_names,
+    keep_types,
+    layer_settings,
+    regroup,
+    set_layers,
+)
 from unicron_lightning.worker.module_buffers import restore_unsaved, unsaved
 
 RESERVED: Final = "unicron_loop"
@@ -41,6 +48,7 @@ class RegisteredObjects:
         module: has the registered modules as its children.
         optimizers: by name.
         others: objects with a state that are neither modules nor optimizers, by name.
+        untrained: parameters that need gradients, but no optimizer has: their gradients are this rank's own.
         scaler: of the losses; None: they are not scaled.
     """
 
@@ -48,6 +56,7 @@ class RegisteredObjects:
         self.module = nn.Module()
         self.optimizers: dict[str, Optimizer] = {}
         self.others: dict[str, Any] = {}
+        self.untrained: list[Parameter] = []
         self.scaler: GradScaler | None = None
         self._trained = TrainedParameters()
 
@@ -99,7 +108,9 @@ class RegisteredObjects:
         """Return names and parameters that an optimizer has and that need gradients, in the models' order."""
         optimizers = [*self.optimizers.values()]
         optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        return [each for each in self._trained.find(self.module, optimizers, anew=anew) if id(each[1]) in optimized]
+        found = self._trained.find(self.module, optimizers, anew=anew)
+        self.untrained = [parameter for _, parameter in found if id(parameter) not in optimized]
+        return [each for each in found if id(each[1]) in optimized]
 
     # ---- the state
 
@@ -111,6 +122,7 @@ class RegisteredObjects:
         """Return the state without `models`."""
         return {
             "optimizers": {name: self._optimizer_state(each) for name, each in self.optimizers.items()},
+            "groups": {name: group_names(each, self.module) for name, each in self.optimizers.items()},
             "others": {name: each.state_dict() for name, each in self.others.items()},
             "requires_grad": [parameter.requires_grad for parameter in self.module.parameters()],
             "buffers": unsaved(self.module),
@@ -134,6 +146,8 @@ class RegisteredObjects:
             parameter.requires_grad_(needed)
         restore_unsaved(self.module, rest["buffers"])
         for name, optimizer in self.optimizers.items():
+            if "groups" in rest:  # not in checkpoints of earlier versions
+                regroup(optimizer, self.module, rest["groups"][name])
             self._load_optimizer(optimizer, rest["optimizers"][name], converted=converted)
         for name, state in self._others_in(rest).items():
             self.others[name].load_state_dict(state)

@@ -170,7 +170,7 @@ class Run:
         self._steps = self.models.steps(int(bucket_mib * _MIB), overlap=overlap, reproducible=reproducible)
         self._data: Steps | None = None
         self._current: LoopStep | None = None
-        self._begun = self._active = self._checked = self._parts = False
+        self._begun = self._active = self._checked = self._parts = self._founded = False
         self._error: BaseException | None = None
         self._given: str | None = None
         self._pending: str | None = None
@@ -359,6 +359,7 @@ class Run:
         try:
             if not self._begin():
                 return
+            self._founded = True
             if self._reproducible or self.witness.every:
                 self._kernels = use_deterministic_kernels()
             if self._reproducible:
@@ -451,7 +452,7 @@ class Run:
         self.reported.fit = session.fits
         self._checkpoints.begin()
         self._memory.use(*self._remembers)
-        if session.fits == 1:  # as the script has made it, before anything is restored
+        if not self._founded:  # as the script has made it, before anything is restored
             self._comparison.begin(lambda: {"seed": f"{self._given_seed}", **self._described()})
         if session.control is not None:
             session.control.fit = session.fits
@@ -463,14 +464,14 @@ class Run:
         if self._is_new:
             self._is_new = False
             session.find_unreported()
-            if self._given_seed is None:
-                own = codec.encode(torch.initial_seed() & 0xFFFFFFFF)
-                self.seed = codec.decode(unpack_parts(engine.run(Agreement("seed", lambda rank: own)))[0])
+        if self._given_seed is None and not self._founded:
+            own = codec.encode(torch.initial_seed() & 0xFFFFFFFF)
+            self.seed = codec.decode(unpack_parts(engine.run(Agreement("seed", lambda rank: own)))[0])
         session.record_fit()
         if self._memory.is_past():
             return self._leave_out()
         known = [each for each in session.resume if each.fit >= session.fits]
-        self.models.found(reads=bool(known) or session.fits > 1 or self._given is not None)
+        self.models.found(reads=bool(known) or self._founded or self._given is not None)
         if self._memory.restore(self._remember):
             session.resume = ()
         elif known:
@@ -480,7 +481,7 @@ class Run:
                 session.resume = ()
                 self._take(self._checkpoints.read(opened.path))
                 self.reported.resumed(engine, checkpoint, opened.name)
-        elif session.fits == 1 and self._given is not None:
+        elif not self._founded and self._given is not None:
             self._take(self._checkpoints.read(self._given))
         if self._data is None:
             self._open_data()

@@ -31,7 +31,6 @@ from unicron_lightning.fsdp.folder import (
     held_part,
     load_optimizer,
     load_parameters,
-    optimizer_shard,
     whole_optimizer,
     whole_parameters,
 )
@@ -376,12 +375,12 @@ class LoopShard(FsdpShard):
 
     @override
     def _optimizer_state(self) -> dict[str, Any]:
-        return {name: optimizer_shard(each) for name, each in self._objects.optimizers.items()}
+        return {name: self._shard_of(each) for name, each in self._objects.optimizers.items()}
 
     @override
     def _load_optimizer(self, state: Mapping[str, Any]) -> None:
         for name, each in self._objects.optimizers.items():
-            load_optimizer(each, state[name], whole=False)
+            self._load_shard(each, state[name])
 
 
 class ShardedLoopSteps(LoopSteps):
@@ -430,8 +429,7 @@ class ShardedLoopSteps(LoopSteps):
         self._norm = operation.grad_norm
         model, fabric = self._models.shard, self._models.holder.fabric
         reshard(model.root)
-        trained = {id(each) for each in model.gradients.parameters}
-        self._forget(each for each in model.root.parameters() if id(each) not in trained)
+        self._forget(self._registered.untrained)
         if fabric.phase == "ready":  # nothing is exchanged before the script has stepped its optimizers
             fabric.stepped()
             self._models.due = {*self._registered.optimizers}
@@ -457,11 +455,6 @@ class ShardedLoopSteps(LoopSteps):
         norm, parameters = self._norm, self._models.shard.gradients.parameters
         self._norm = norm * clip_shards(parameters, max_norm, norm)
         return torch.tensor(norm, dtype=torch.float64)
-
-    @staticmethod
-    def _forget(parameters: Any) -> None:
-        for each in parameters:
-            each.grad = None
 
 
 class ShardedLoopPass(LoopPass):

@@ -217,7 +217,7 @@ class Divergence:
         if not self._due(engine):
             return NO_DIGEST
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        parts = {**parts_of(_tensors(module)), **_settings(optimizers, names)}
+        parts = {**parts_of(saved_tensors(module)), **_settings(optimizers, names)}
         further = {**parts_of(_states(optimizers, names)), **rest(names)} if whole else {}
         return StateDigest(parts=parts, further=further, joined=joined)
 
@@ -244,7 +244,7 @@ class Divergence:
         check_parameters(operation.difference, world.rank, world.nodes, engine.step, stops=self._stops)
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
+def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters, and buffers of the state dict: others may be caches, which ranks make as they need them."""
     saved = module.state_dict().keys()
     parameters = dict(module.named_parameters())

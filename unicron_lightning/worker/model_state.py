@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -79,6 +80,30 @@ def are_converted(module: nn.Module, saved: Mapping[str, Any]) -> bool:
         getattr(saved.get(name), "dtype", parameter.dtype) != parameter.dtype
         for name, parameter in module.named_parameters()
     )
+
+
+def group_names(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
+    """Return the names of the parameters of each group of an optimizer; those of no module get one."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        [names.get(id(each), f"{at}.{place}") for place, each in enumerate(group["params"])]
+        for at, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def regroup(optimizer: Optimizer, module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+    """Form the groups that `group_names` gave on another worker, whose script may have added some; their settings are
+    loaded afterwards.
+    """
+    names = group_names(optimizer, module)
+    if names == groups:
+        return
+    before = list(optimizer.param_groups)
+    own = zip(chain(*names), (parameter for group in before for parameter in group["params"]), strict=True)
+    known = {**dict(module.named_parameters()), **dict(own)}
+    optimizer.param_groups.clear()
+    for each in groups:
+        optimizer.add_param_group({**before[0], "params": [known[name] for name in each]})
 
 
 _PLAIN: Final = (bool, int, float, type(None))
