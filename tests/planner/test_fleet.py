@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planner.situations import NAMES, cluster, shaped, states, task
 
-from unicron_lightning.planner.fleet import Fleet, FleetPlan, _price, _Search, solve_fleet
+from unicron_lightning.planner.fleet import Fleet, FleetPlan, Quota, QuotaTooSmall, _price, _Search, solve_fleet
 from unicron_lightning.planner.reward import PlanTask
 from unicron_lightning.planner.search.kinds import KindProblem, best_kinds
 from unicron_lightning.planner.solver import solve
 from unicron_lightning.planner.state import ClusterState, NodesJoined, TaskFinished, TaskLaunched, WorkersLost
+from unicron_lightning.terms import Terms
 
 Ways = dict[str, list[tuple[str, int, float, int]]]
 """Of each task: kind, workers, reward and moved units of each possibility."""
@@ -241,3 +243,99 @@ def test_a_change_of_kind_costs_a_restart_of_all_workers() -> None:
         assert (part.kind, part.kind_before, part.relayout) == (kind, "k0", kind == "k1")
         assert plan.value == (10 * 7.0 if kind == "k0" else 20 * 9.0 - 10 * 8.0)
         assert plan.num_moved_workers == (0 if kind == "k0" else 2)
+
+
+def quotas_of(draw: st.DrawFn, fleet: Fleet) -> tuple[Quota, ...]:
+    """One or two quotas of tasks that can run on one kind only."""
+    pools = [[name for name, curves in fleet.tasks.items() if list(curves) == [kind]] for kind in fleet.kinds]
+    found = []
+    for pool in pools:
+        cut = draw(st.integers(0, len(pool)))
+        for names in (pool[:cut], pool[cut:]):
+            if names and draw(st.booleans()):
+                guaranteed = draw(st.integers(0, 5))
+                most = draw(st.one_of(st.none(), st.integers(guaranteed, 6)))
+                found.append(Quota(name=names[0], tasks=tuple(names), guaranteed=guaranteed, most=most))
+    return tuple(found)
+
+
+@st.composite
+def shared(draw: st.DrawFn) -> Fleet:
+    given = draw(fleets(pausing=draw(st.booleans())))
+    return replace(given, quotas=quotas_of(draw, given))
+
+
+def every(fleet: Fleet, found: Ways) -> Iterator[tuple[tuple[float, int], dict[str, int]]]:
+    """Reward, with moves, and workers by task of all plans that fit on each kind."""
+    for chosen in itertools.product(*found.values()):
+        used = Counter(dict.fromkeys(fleet.kinds, 0))
+        for kind, x, _, _ in chosen:
+            used[kind] += x
+        if all(used[kind] <= state.num_workers for kind, state in fleet.kinds.items()):
+            value = sum(way[2] for way in chosen), -sum(way[3] for way in chosen)
+            yield value, dict(zip(found, (way[1] for way in chosen), strict=True))
+
+
+def fewest(fleet: Fleet, found: Ways, quota: Quota) -> int | None:
+    """The fewest workers with which a quota's tasks alone reach their best with what they are guaranteed."""
+    own = {name: found[name] for name in quota.tasks}
+    least = sum(min(way[1] for way in each) for each in own.values())
+    reachable = [
+        (value, -sum(workers.values()))
+        for value, workers in every(fleet, own)
+        if sum(workers.values()) <= max(least, quota.guaranteed) and sum(workers.values()) <= limit(quota)
+    ]
+    return -max(reachable)[1] if reachable else None
+
+
+def limit(quota: Quota) -> float:
+    return float("inf") if quota.most is None else quota.most
+
+
+@given(shared())
+@settings(max_examples=400, deadline=None)
+def test_quotas_hold_and_the_plan_is_the_best_of_those_that_keep_them(fleet: Fleet) -> None:
+    found = ways(fleet)
+    assume(all(found.values()) and math.prod(map(len, found.values())) < 5000)
+    floors = {quota: fewest(fleet, found, quota) for quota in fleet.quotas}
+    kept = [
+        value
+        for value, workers in every(fleet, found)
+        if all(
+            num is not None and num <= sum(workers[name] for name in quota.tasks) <= limit(quota)
+            for quota, num in floors.items()
+        )
+    ]
+    try:
+        plan = solve_fleet(fleet)
+    except QuotaTooSmall:
+        assert not kept
+        return
+    check(plan)
+    for quota in fleet.quotas:
+        assert plan.num_workers_of(quota) <= limit(quota)
+    assume(kept and not plan.infeasible)
+    if (plan.value, -plan.num_moved_workers) != max(kept):
+        # Guarantees were cut, since they do not fit beside the minimums with the kinds that those were found to fit on.
+        assert any(plan.num_workers_of(quota) < num for quota, num in floors.items())
+        assert sum(not terms.may_pause for terms in _terms(fleet)) and len(fleet.kinds) > 1
+
+
+def _terms(fleet: Fleet) -> list[Terms]:
+    return [next(iter(curves.values())).task.terms for curves in fleet.tasks.values()]
+
+
+def test_guarantees_that_do_not_fit_shrink_in_proportion() -> None:
+    tasks = [task(name, range(13), weight=weight) for name, weight in (("a", 1.0), ("b", 1.0), ("c", 9.0))]
+    quotas = (Quota(name="x", tasks=("a",), guaranteed=8), Quota(name="y", tasks=("b",), guaranteed=4))
+    for num_workers, workers in ((12, (8, 4, 0)), (16, (8, 4, 4)), (9, (6, 3, 0)), (0, (0, 0, 0))):
+        state = cluster(tasks, num_workers)
+        plan = solve_fleet(Fleet(kinds={"": state}, running_seconds=16.0, quotas=quotas))
+        assert tuple(plan.allocation.values()) == workers
+
+
+def test_a_group_that_can_use_less_than_it_is_guaranteed_leaves_the_rest_to_others() -> None:
+    tasks = [task("a", [0, 5, 5, 5], weight=1.0), task("b", range(9), weight=9.0)]
+    quota = Quota(name="x", tasks=("a", "gone"), guaranteed=3, most=3)
+    plan = solve_fleet(Fleet(kinds={"": cluster(tasks, 8)}, running_seconds=16.0, quotas=(quota,)))
+    assert plan.allocation == {"a": 1, "b": 7}

@@ -27,12 +27,44 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unicron_lightning.planner.search.exact import VALUE_BITS, Column, column
+from unicron_lightning.planner.search.groups import Group
 from unicron_lightning.planner.search.kinds import KindProblem, best_kinds
 from unicron_lightning.planner.solver import Plan, TaskPlan, explain, solve
 from unicron_lightning.planner.state import ClusterState, Event, TaskLaunched, WorkersLost, move_price
 
 if TYPE_CHECKING:
     from unicron_lightning.planner.reward import Curve
+
+
+class QuotaTooSmall(ValueError):
+    """Raised if the tasks of a quota that may not be paused need more workers than it has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quota:
+    """A number of workers for several tasks together, which can run on the same single kind.
+
+    Attributes:
+        name: of the quota.
+        tasks: their names; a task may be unknown, e.g. have ended.
+        guaranteed: they have at least so many, or the fewest with which they reach the best that they can with so many.
+        most: they have at most so many; None for no limit.
+
+    Raises:
+        ValueError: the numbers contradict each other.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    guaranteed: int = 0
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.guaranteed < 0:
+            raise ValueError(f"quota {self.name!r}: guaranteed={self.guaranteed}: expected 0 or more workers")
+        if self.most is not None and self.most < self.guaranteed:
+            given = f"quota {self.name!r}: most={self.most}"
+            raise ValueError(f"{given}: expected at least its guaranteed={self.guaranteed}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,14 +74,17 @@ class Fleet:
     Attributes:
         kinds: by name, the workers of a kind, the tasks that can run on it, and the allocation of those that do.
         running_seconds: D_running(n') of all workers together, in place of that of each kind.
+        quotas: of groups of tasks; each task is in one at most.
         quantum_flop: that of several kinds, see `unicron_lightning.planner.state`; default: the least that suffices.
 
     Raises:
-        ValueError: a task runs on two kinds, or kinds have different units.
+        ValueError: a task runs on two kinds, is in two quotas, or in one with tasks of other kinds; or kinds have
+            different units.
     """
 
     kinds: Mapping[str, ClusterState]
     running_seconds: Callable[[int], float] | float
+    quotas: tuple[Quota, ...] = ()
     quantum_flop: float = 0.0
 
     def __post_init__(self) -> None:
@@ -71,11 +106,24 @@ class Fleet:
         homes = [name for state in kinds.values() for name in state.allocation]
         if twice := sorted({name for name in homes if homes.count(name) > 1}):
             raise ValueError(f"{twice[0]!r} runs on several kinds: expected one")
+        shared = [name for quota in self.quotas for name in quota.tasks]
+        if twice := sorted({name for name in shared if shared.count(name) > 1}):
+            raise ValueError(f"task {twice[0]!r} is in quotas {shared.count(twice[0])} times: expected it once")
+        for quota in self.quotas:
+            able = {name: (*self.tasks.get(name, {}), *self.queued.get(name, {})) for name in quota.tasks}
+            if len({kind for own in able.values() for kind in own}) > 1:
+                listed = ", ".join(f"{name} on {' and '.join(own)}" for name, own in able.items())
+                raise ValueError(f"quota {quota.name!r}: tasks can run on several kinds ({listed}): expected one kind")
 
     @property
     def num_workers(self) -> int:
         """n', the number of all healthy workers."""
         return sum(state.num_workers for state in self.kinds.values())
+
+    @property
+    def quantum(self) -> float:
+        """The quantum of rewards [FLOP]."""
+        return next(iter(self.kinds.values())).quantum_flop
 
     @property
     def duration_seconds(self) -> float:
@@ -167,6 +215,10 @@ class FleetPlan:
         """The sum of F(t,x') [FLOP/s]."""
         return math.fsum(part.waf for part in self.tasks)
 
+    def num_workers_of(self, quota: Quota) -> int:
+        """Workers of the tasks of a quota."""
+        return sum(self.allocation.get(name, 0) for name in quota.tasks)
+
     @property
     def num_spare_workers(self) -> int:
         """Healthy workers without a task."""
@@ -203,12 +255,15 @@ class FleetPlan:
 
     def explain(self, name: str) -> FleetPlan | None:
         """The best plan in which a paused task has workers, the least if there is one kind; None if none fits."""
-        if len(self.plans) == 1:
+        if len(self.plans) == 1 and not self.fleet.quotas:
             ((kind, plan),) = self.plans.items()
             found = explain(plan).get(name)
             return None if found is None else dataclasses.replace(self, plans={kind: found.plan})
         kinds = {kind: _kept(state, name) for kind, state in self.fleet.kinds.items()}
-        other = solve_fleet(dataclasses.replace(self.fleet, kinds=kinds))
+        try:
+            other = solve_fleet(dataclasses.replace(self.fleet, kinds=kinds))
+        except QuotaTooSmall:
+            return None
         return other if other.infeasible == self.infeasible else None
 
 
@@ -226,23 +281,33 @@ def _kept(state: ClusterState, name: str) -> ClusterState:
 
 def solve_fleet(fleet: Fleet) -> FleetPlan:
     """The best plan of a fleet."""
-    if len(fleet.kinds) == 1:
+    if len(fleet.kinds) == 1 and not fleet.quotas:
         ((kind, state),) = fleet.kinds.items()
         plan = solve(state)
         return FleetPlan(fleet=fleet, plans={kind: plan}, infeasible=plan.infeasible)
     paused, known = _minimums(fleet)
     search = _Search(fleet=fleet, price=_price(fleet), paused=paused)
-    columns = [search.columns(name) for name in fleet.tasks]
-    given = [known.get(name, min(found)) for name, found in zip(fleet.tasks, columns, strict=True)]
-    found = best_kinds(KindProblem(columns=columns, num_units=search.num_units), given)
-    units = dict(zip(fleet.tasks, found.units, strict=True))
+    columns = {name: search.columns(name) for name in fleet.tasks}
+    groups = [search.group(quota, columns) for quota in fleet.quotas]
+    kinds = {name: known.get(name, min(own)) for name, own in columns.items()}
+    single = [name for name in columns if not any(name in group.names for group in groups)]
+    least = search.guaranteed(groups, [(kinds[name], columns[name]) for name in single])
+    joined = [{group.kind: group.tasks.column(fewest)} for group, fewest in zip(groups, least, strict=True)]
+    problem = KindProblem(columns=[*(columns[name] for name in single), *joined], num_units=search.num_units)
+    found = best_kinds(problem, [*(kinds[name] for name in single), *(group.kind for group in groups)])
+    units = dict(zip(single, found.units, strict=False))
     names = list(fleet.kinds)
+    placed = {name: names[kind] for name, kind in zip(single, found.kinds, strict=False)}
+    for group, budget in zip(groups, found.units[len(single) :], strict=True):
+        units.update(zip(group.names, group.tasks.units(budget).tolist(), strict=True))
+        placed.update(dict.fromkeys(group.names, names[group.kind]))
+    # A paused task stays with the kind on which it ran.
     homes = {
-        name: names[kind] if units[name] else fleet.homes.get(name, next(iter(fleet.tasks[name])))
-        for name, kind in zip(fleet.tasks, found.kinds, strict=True)
+        name: kind if units[name] else fleet.homes.get(name, next(iter(fleet.tasks[name])))
+        for name, kind in placed.items()
     }
     plans = {kind: _part(state, kind, homes, units, paused) for kind, state in fleet.kinds.items()}
-    gap = (found.bound - found.total) * fleet.quantum_flop
+    gap = (found.bound - found.total) * fleet.quantum
     return FleetPlan(fleet=fleet, plans=plans, infeasible=paused, gap_flop=gap)
 
 
@@ -299,6 +364,40 @@ class _Search:
         }
         return {index: column for index, column in found.items() if len(column.units)}
 
+    def group(self, quota: Quota, columns: Mapping[str, Mapping[int, Column]]) -> _Group:
+        """The tasks of a quota as one.
+
+        Raises:
+            QuotaTooSmall: their minimums do not fit.
+        """
+        names = tuple(name for name in columns if name in quota.tasks)
+        kind = min((kind for name in names for kind in columns[name]), default=0)
+        unit = next(iter(self.fleet.kinds.values())).unit
+        most = self.num_units[kind] if quota.most is None else min(self.num_units[kind], quota.most // unit)
+        tasks = Group.of([columns[name][kind] for name in names], most)
+        if tasks.least > most:
+            given = f"quota {quota.name!r}: at most {most * unit} workers"
+            raise QuotaTooSmall(f"{given}: expected {tasks.least * unit}, which its tasks need that may not be paused")
+        return _Group(names=names, kind=kind, tasks=tasks, guaranteed=-(-quota.guaranteed // unit))
+
+    def guaranteed(self, groups: list[_Group], others: list[tuple[int, Mapping[int, Column]]]) -> list[int]:
+        """The fewest units of each group: those of its guarantee, which shrink in proportion if not all fit.
+
+        Args:
+            groups: of tasks.
+            others: kind and columns of all other tasks, whose minimums have priority.
+        """
+        fewest = [group.tasks.usable(group.guaranteed) for group in groups]
+        for kind, free in enumerate(self.num_units):
+            own = [place for place, group in enumerate(groups) if group.kind == kind]
+            free -= sum(int(columns[kind].units[0]) for at, columns in others if at == kind)
+            free -= sum(groups[place].tasks.least for place in own)
+            extra = {place: fewest[place] - groups[place].tasks.least for place in own}
+            for place in own if sum(extra.values()) > free else ():
+                left = extra[place] * free // sum(extra.values())
+                fewest[place] = groups[place].tasks.usable(groups[place].tasks.least + left)
+        return fewest
+
     def _column(self, kind: str, curve: Curve) -> Column:
         name, state = curve.task.name, self.fleet.kinds[kind]
         here = column(state, curve, price=self.price, paused=name in self.paused)
@@ -313,6 +412,16 @@ class _Search:
         )
         move = self.price * -(-(before - there.lost.get(name, 0)) // state.unit)
         return Column(units=here.units, keys=here.keys - move - np.where(here.units > 0, *costs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """The tasks of a quota, the kind on which they can run, and the units that they are guaranteed."""
+
+    names: tuple[str, ...]
+    kind: int
+    tasks: Group
+    guaranteed: int
 
 
 def _minimums(fleet: Fleet) -> tuple[tuple[str, ...], dict[str, int]]:

@@ -199,12 +199,52 @@ def test_tasks_get_the_kinds_on_which_they_bring_most() -> None:
             "tasks.gpt-7b.accelerators: on nodes of kinds a100, h100: expected nodes of one kind",
         ),
         ("tasks.old.workers=8", "tasks.old.kind is missing: expected the kind of its workers, one of a100, h100"),
+        (
+            "quotas.team={tasks: [measured, old], guaranteed: 8}",
+            "quota 'team': tasks can run on several kinds (measured on a100 and h100, old on a100): expected one kind",
+        ),
         ("tasks.old.kind=b200", "tasks.old.kind='b200': expected one of a100, h100"),
         ("cluster.accelerators.a100=A1000", "cluster.accelerators.a100=A1000: expected one of A100, A800, H100, H200"),
     ],
 )
 def test_what_is_wrong_about_kinds_is_one_line_that_names_it(change: str, words: str) -> None:
     done = unicron(KINDS, "--set", change)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_quota_guarantees_and_limits_the_workers_of_its_tasks(small: Path) -> None:
+    held = answer(small, "--set", "quotas.team={tasks: [a], most: 4}")["plan"]
+    assert (held["tasks"]["a"]["num_workers"], held["quotas"]["team"]["num_workers"]) == (4, 4)
+    greedy = ("--set", "tasks.b.performance.csv=null", "--set", "tasks.b.performance.flops={8: 5e16, 16: 9e16}")
+    assert answer(small, *greedy)["plan"]["tasks"]["a"]["num_workers"] == 0
+    said = unicron(small, *greedy, "--set", "quotas.team={tasks: [a, c], guaranteed: 8}").stdout
+    assert "quota team: 8 workers (guaranteed 8)" in said
+    paused = unicron(small, "--set", "quotas.team={tasks: [a, c], most: 0}").stdout
+    assert "quota team: 0 workers (guaranteed 0, at most 0)" in paused
+    assert "paused: a: no plan has room for its minimum of workers" in paused
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("quotas.team={tasks: [x]}", "quotas.team.tasks: no task 'x': expected some of a, b, c"),
+        (
+            "quotas.team={tasks: [a], guaranteed: 8, most: 4}",
+            "quota 'team': most=4: expected at least its guaranteed=8",
+        ),
+        ("quotas.team={tasks: [a], guaranteed: -1}", "quota 'team': guaranteed=-1: expected 0 or more workers"),
+        ("quotas={x: {tasks: [a, b]}, y: {tasks: [b]}}", "task 'b' is in quotas 2 times: expected it once"),
+        ("quotas.team.guaranteed=4", "quotas.team.tasks is missing: expected a list of texts"),
+        (
+            "tasks.a.may_pause=false quotas.team={tasks: [a], most: 3}",
+            "quota 'team': at most 0 workers: expected 4, which its tasks need that may not be paused",
+        ),
+    ],
+)
+def test_what_is_wrong_about_quotas_is_one_line_that_names_it(small: Path, change: str, words: str) -> None:
+    done = unicron(small, *(part for each in re.split(r" (?=\w+\.)", change) for part in ("--set", each)))
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1

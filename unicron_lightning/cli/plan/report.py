@@ -63,6 +63,14 @@ def as_json(plan: FleetPlan, placement: Placement) -> dict[str, Any]:
         "num_moved_workers": plan.num_moved_workers,
         "paused": list(plan.paused),
         "infeasible": list(plan.infeasible),
+        "quotas": {
+            quota.name: {
+                "num_workers": plan.num_workers_of(quota),
+                "guaranteed": quota.guaranteed,
+                "most": quota.most,
+            }
+            for quota in fleet.quotas
+        },
         "tasks": {part.name: _task_json(part, weights[part.name], placement) for part in plan.tasks},
         "moves": [
             {"task": move.task, "source": move.source, "target": move.target, "num_accelerators": move.num_accelerators}
@@ -202,6 +210,9 @@ def _summary(plan: FleetPlan, placement: Placement, *, assumed: bool, unsaid: Se
     if plan.gap_flop:
         gap = plan.gap_flop / abs(plan.value or 1.0)
         yield f"the search stopped at its limit: the best plan's reward is greater by at most {gap:.1e} of this one"
+    for quota in fleet.quotas:
+        limit = "" if quota.most is None else f", at most {quota.most}"
+        yield f"quota {quota.name}: {plan.num_workers_of(quota)} workers (guaranteed {quota.guaranteed}{limit})"
     if plan.infeasible:
         yield f"not enough workers for: {', '.join(plan.infeasible)} (they may not be paused, and are)"
     if paused := [name for name in plan.paused if name not in plan.infeasible]:

@@ -23,7 +23,7 @@ from unicron_lightning.planner.failures import (
     RateBelief,
     WeibullHazard,
 )
-from unicron_lightning.planner.fleet import Fleet, FleetPlan
+from unicron_lightning.planner.fleet import Fleet, FleetPlan, Quota
 from unicron_lightning.planner.performance.calibrated import CalibratedModel, Measurement
 from unicron_lightning.planner.performance.description import PRESETS, TransformerProfile
 from unicron_lightning.planner.performance.model import (
@@ -170,6 +170,15 @@ class PlanTaskConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuotaConfig:
+    """Workers of several tasks together; see `unicron_lightning.planner.fleet.Quota`."""
+
+    tasks: list[str]
+    guaranteed: int = 0
+    most: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """The whole file."""
 
@@ -178,6 +187,8 @@ class PlanConfig:
     tasks: dict[str, PlanTaskConfig]
     queued: dict[str, PlanTaskConfig] = field(default_factory=dict)
     """Tasks that are not to run yet, for --what-if launch."""
+    quotas: dict[str, QuotaConfig] = field(default_factory=dict)
+    """By name, groups of tasks with a guaranteed number of workers and a limit."""
     fair: Literal["none", "min"] = "none"
     """``min``: a task that does not state ``may_pause`` keeps its minimum of workers."""
     caution: float = 0.0
@@ -255,7 +266,7 @@ def situation_of(config: PlanConfig, folder: Path) -> Situation:
     hazards = failure_model(config.failures, config.cluster.workers_per_node)
     try:
         kinds = {kind: _state(config, kind, nodes, homes, folder) for kind in config.cluster.kinds}
-        fleet = Fleet(kinds=kinds, running_seconds=hazards.running_seconds)
+        fleet = Fleet(kinds=kinds, running_seconds=hazards.running_seconds, quotas=_quotas(config))
     except ConfigError:
         raise
     except ValueError as error:
@@ -263,6 +274,17 @@ def situation_of(config: PlanConfig, folder: Path) -> Situation:
     running, assumed = _running(config, nodes, homes)
     return Situation(
         fleet=fleet, nodes=nodes, running=running, assumed=assumed, config={**config.tasks, **config.queued}
+    )
+
+
+def _quotas(config: PlanConfig) -> tuple[Quota, ...]:
+    known = sorted({**config.tasks, **config.queued})
+    for name, quota in config.quotas.items():
+        if unknown := [task for task in quota.tasks if task not in known]:
+            raise ConfigError(f"quotas.{name}.tasks: no task {unknown[0]!r}: expected some of {', '.join(known)}")
+    return tuple(
+        Quota(name=name, tasks=tuple(quota.tasks), guaranteed=quota.guaranteed, most=quota.most)
+        for name, quota in config.quotas.items()
     )
 
 
