@@ -13,8 +13,10 @@ possible.
   least of any placement, since tasks only release surplus ones and all accelerators are alike;
 * equal arguments give equal results, in any order of nodes and tasks.
 
-Workers that should share a node (a replica, or a tensor-parallel group) are not kept together;
-`Placement.num_spanning` counts those that do not share one.
+Nodes may have an island (an NVLink domain, or a rack); one without is an island of its own. Then workers that should
+share an island (a replica, or a tensor-parallel group) are kept inside one where the fewest moves leave a choice: a
+task gets places that complete its groups, then those for whole groups, and then others; it keeps whole groups first.
+Workers that should share a node are not kept together. `Placement` counts those that share neither.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ def assign(
     wanted: Mapping[str, int],
     before: Mapping[str, str],
     worth: Mapping[str, int] | None = None,
+    islands: Islands | None = None,
 ) -> dict[str, str]:
     """Give each task as many places as planned, or as many as it can use.
 
@@ -76,18 +79,21 @@ def assign(
         before: previous task of each place; places and tasks that are gone are ignored.
         worth: value of places to their present tasks: a task that has too many keeps the places with the lowest
         numbers.
+        islands: of the nodes, if any node has one.
 
     Returns:
         The task of each assigned place, independent of the order of the arguments.
     """
     listed = places if isinstance(places, PlaceList) else PlaceList(sorted(places, key=attrgetter("name")))
     by_name, able = listed.by_name, listed.users
-    given = _Given(by_name, _keep(by_name, able, wanted, before, worth or {}))
+    given = _Given(by_name, _keep(by_name, able, wanted, before, worth or {}, islands))
     have = Counter(given.tasks.values())  # chains of moves do not change the other tasks' counts
-    for task in sorted(wanted):
+    for task in sorted(wanted, key=lambda task: (-islands.together[task] if islands else 0, task)):
         missing = wanted[task] - have[task]
-        for node in given.nearest_first(task) if missing > 0 else ():
-            for name in [name for name in given.free[node] if task in able[name]][:missing]:
+        near = given.nearest_first(task) if missing > 0 else []
+        first = islands.shares(given, able, task, near, missing) if islands and near else []
+        for node, most in [*first, *((node, missing) for node in near)]:
+            for name in [name for name in given.free[node] if task in able[name]][: min(most, missing)]:
                 given.give(name, task)
                 missing -= 1
             if not missing:
@@ -117,7 +123,7 @@ class _Given:
         self._roomy = sorted(self._room(node) for node in self.free)
 
     @cached_property
-    def _on(self) -> defaultdict[str, Counter[str]]:
+    def on(self) -> defaultdict[str, Counter[str]]:
         """Number of places of each task on each node; only needed if some task gets more."""
         counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for name, task in self.tasks.items():
@@ -126,7 +132,7 @@ class _Given:
 
     def give(self, name: str, task: str) -> None:
         """Assign a place, which may be another task's."""
-        node, owner, on = self._places[name].node, self.tasks.get(name), self._on
+        node, owner, on = self._places[name].node, self.tasks.get(name), self.on
         if owner is None:
             del self._roomy[bisect_left(self._roomy, self._room(node))]
             self.free[node].remove(name)
@@ -138,7 +144,7 @@ class _Given:
 
     def nearest_first(self, task: str) -> list[str]:
         """Sort nodes with free places: those with most places of the task first, then roomy ones."""
-        own = {node: num for node, num in self._on[task].items() if num}
+        own = {node: num for node, num in self.on[task].items() if num}
         near = sorted(own, key=lambda node: (-own[node], self._room(node)))
         return [*near, *(node for _, _, node in self._roomy if node not in own)]
 
@@ -147,12 +153,61 @@ class _Given:
         return -len(self.free[node]), f"{node}/", node
 
 
+@dataclass(frozen=True, kw_only=True)
+class Islands:
+    """Islands of nodes.
+
+    Attributes:
+        of: island by node.
+        together: by task, workers that should share an island.
+    """
+
+    of: Mapping[str, str]
+    together: Mapping[str, int]
+
+    def shares(
+        self, given: _Given, able: Mapping[str, frozenset[str]], task: str, near: Sequence[str], missing: int
+    ) -> list[tuple[str, int]]:
+        """The nodes on which a task gets places so that its groups are whole, and how many on each."""
+        group = self.together[task]
+        free = {node: sum(task in able[name] for name in given.free[node]) for node in near}
+        own, room, share = Counter[str](), Counter[str](), Counter[str]()
+        for node, number in given.on[task].items():
+            own[self.of[node]] += number
+        for node, number in free.items():
+            room[self.of[node]] += number
+        for island in sorted(room, key=lambda island: (-own[island] % group, island)):
+            lack = -own[island] % group
+            share[island] = lack if lack <= min(room[island], missing) else 0
+            missing -= share[island]
+        for island in sorted(room, key=lambda island: (not own[island], room[island] % group, -room[island], island)):
+            whole = min(room[island] - share[island], missing) // group * group
+            share[island] += whole
+            missing -= whole
+        found = []
+        for node in near:
+            found.append((node, min(share[self.of[node]], free[node])))
+            share[self.of[node]] -= found[-1][1]
+        return found
+
+    def whole_first(self, names: list[str], places: Mapping[str, Place], before: Mapping[str, str]) -> list[str]:
+        """Sort places of tasks: those of whole groups first, on islands where the task has most."""
+        where = {name: (before[name], self.of[places[name].node]) for name in names}
+        count, seen, rest = Counter(where.values()), Counter[tuple[str, str]](), set()
+        for name in names:
+            seen[where[name]] += 1
+            if seen[where[name]] > count[where[name]] - count[where[name]] % self.together.get(before[name], 1):
+                rest.add(name)
+        return sorted(names, key=lambda name: (name in rest, -count[where[name]], where[name]))
+
+
 def _keep(
     places: Mapping[str, Place],
     able: Mapping[str, frozenset[str]],
     wanted: Mapping[str, int],
     before: Mapping[str, str],
     worth: Mapping[str, int],
+    islands: Islands | None,
 ) -> dict[str, str]:
     """Select the places that stay with their task: the most valuable, on nodes where the task has most."""
     known = [name for name, tasks in able.items() if before.get(name) in tasks]
@@ -162,7 +217,8 @@ def _keep(
     result = {name: before[name] for name in known if before[name] not in shrinking}
     known = [name for name in known if before[name] in shrinking]
     count = Counter((before[name], places[name].node) for name in known)
-    for name in sorted(known, key=lambda name: (worth.get(name, 0), -count[before[name], places[name].node], name)):
+    known.sort(key=lambda name: (worth.get(name, 0), -count[before[name], places[name].node], name))
+    for name in islands.whole_first(known, places, before) if islands else known:
         if left[before[name]] > 0:
             left[before[name]] -= 1
             result[name] = before[name]
@@ -214,12 +270,14 @@ class NodeCapacity:
         num_accelerators: number of its accelerators.
         state: only ready nodes are used.
         kind: of its accelerators.
+        island: to which it belongs; "" if it is one of its own.
     """
 
     name: str
     num_accelerators: int
     state: NodeState = "ready"
     kind: str = ""
+    island: str = ""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -237,15 +295,17 @@ class Demand:
         num_workers: its accelerators.
         together: workers that should share a node, for the report.
         kind: of the accelerators.
+        in_island: workers that should share an island.
     """
 
     task: str
     num_workers: int
     together: int = 1
     kind: str = ""
+    in_island: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("num_workers", 0), ("together", 1)):
+        for name, least in (("num_workers", 0), ("together", 1), ("in_island", 1)):
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"task {self.task!r}: {name}={value}: expected an integer >= {least}")
@@ -276,11 +336,13 @@ class Placement:
         accelerators: node -> task -> number of accelerators; only nodes and tasks that have some, sorted by name.
         moves: the required changes, sorted by task. Unchanged accelerators are not listed.
         num_spanning: by task, accelerators that do not share a node with the others of their `Demand.together`.
+        num_spanning_islands: the same of islands and `Demand.in_island`; empty if no node has an island.
     """
 
     accelerators: Accelerators
     moves: tuple[Move, ...]
     num_spanning: Mapping[str, int]
+    num_spanning_islands: Mapping[str, int]
 
     @property
     def num_moved(self) -> int:
@@ -318,7 +380,10 @@ def place(nodes: Sequence[NodeCapacity], demands: Sequence[Demand], running: Acc
         held = (task for task, num in sorted(running.get(node.name, {}).items()) for _ in range(num))
         before.update(zip((each.name for each in own), held, strict=False))
         places += own
-    assigned = assign(places, {demand.task: demand.num_workers for demand in demands}, before)
+    # Slashes keep a node's own island apart from named ones.
+    of = {node.name: node.island or f"/{node.name}" for node in ready}
+    islands = Islands(of=of, together={d.task: d.in_island for d in demands}) if any(n.island for n in nodes) else None
+    assigned = assign(places, {demand.task: demand.num_workers for demand in demands}, before, islands=islands)
     placed = Counter((each.node, assigned[each.name]) for each in places if each.name in assigned)
     accelerators: dict[str, dict[str, int]] = {}
     for (name, task), num in sorted(placed.items()):
@@ -326,10 +391,18 @@ def place(nodes: Sequence[NodeCapacity], demands: Sequence[Demand], running: Acc
     together, spanning = {demand.task: demand.together for demand in demands}, dict.fromkeys(tasks, 0)
     for (_, task), num in placed.items():
         spanning[task] += num % together[task]
+    on_islands: Counter[tuple[str, str]] = Counter()
+    for (name, task), num in placed.items():
+        on_islands[of[name], task] += num
+    apart = dict.fromkeys(tasks, 0) if islands else {}
+    for (_, task), num in on_islands.items():
+        if islands:
+            apart[task] += num % islands.together[task]
     return Placement(
         accelerators=MappingProxyType({name: MappingProxyType(on_node) for name, on_node in accelerators.items()}),
         moves=_moves(placed, running),
         num_spanning=MappingProxyType(spanning),
+        num_spanning_islands=MappingProxyType(apart),
     )
 
 

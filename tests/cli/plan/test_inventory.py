@@ -68,6 +68,18 @@ def test_kinds() -> None:
     assert kinds(json.dumps(listed)) == {"a": "NVIDIA-a", "b": "NVIDIA-b", "c": None}
 
 
+def test_islands() -> None:
+    listed = json.loads(kubernetes(*((name, {"nvidia.com/gpu": "8"}, "True", False) for name in "ab")))
+    listed["items"][0]["metadata"]["labels"] = {"topology.kubernetes.io/rack": "r7"}
+    nodes = nodes_in(json.dumps(listed), "x", "topology.kubernetes.io/rack")
+    assert {name: node.island for name, node in nodes.items()} == {"a": "r7", "b": ""}
+    for text, label in ((json.dumps(listed), "rack"), (SINFO, "topology.kubernetes.io/rack")):
+        with pytest.raises(
+            ConfigError, match=rf"--island-label {label}: expected a label of Kubernetes' nodes, and none"
+        ):
+            nodes_in(text, "x", label)
+
+
 def test_kubernetes() -> None:
     text = kubernetes(
         ("a", {"nvidia.com/gpu": "8", "cpu": "96"}, "True", False),

@@ -250,6 +250,25 @@ def test_what_is_wrong_about_quotas_is_one_line_that_names_it(small: Path, chang
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_replicas_stay_in_an_island_where_they_fit(small: Path) -> None:
+    """TP 2 x DP 4 of b in groups of 8: a node has 4, and an island of two nodes holds the group."""
+    text = SMALL.replace("    accelerators: {node2: 4, node3: 4}\n", "").replace("{node0: 4, node1: 4}", "{node1: 4}")
+    small.write_text(text)
+    grouped = ["--set", "tasks.b.replica_size=8", "--set", "tasks.a.max_workers=4"]
+    rack = [*grouped, "--set", "cluster.nodes={node0: {island: r}, node3: {island: r}}"]
+    assert answer(small, *grouped)["plan"]["tasks"]["b"]["num_island_spanning_accelerators"] == 0
+    placed = answer(small, *rack)["plan"]["tasks"]["b"]
+    assert (placed["nodes"], placed["num_island_spanning_accelerators"]) == ({"node0": 4, "node3": 4}, 0)
+    small.write_text(text.replace("{node1: 4}", "{node0: 4}"))
+    said = unicron(small, *rack).stdout
+    assert "accelerators of replicas, or groups, that do not share an island: b 8" in said
+    alone = unicron(small, "--island-label", "rack")
+    assert (alone.returncode, alone.stderr) == (
+        2,
+        "unicron: --island-label rack: expected it with --nodes, whose nodes have the label\n",
+    )
+
+
 @pytest.mark.parametrize("suffix", ["svg", "pdf"])
 def test_pictures_have_the_format_of_their_name(small: Path, suffix: str) -> None:
     picture = small.with_name(f"p.{suffix}")

@@ -18,12 +18,16 @@ Running = dict[str, dict[str, int]]
 Case = tuple[list[NodeCapacity], list[Demand], Running]
 
 
-def build(generator: np.random.Generator, num_nodes: int, num_tasks: int, sizes: tuple[int, ...] = (3, 4, 8)) -> Case:
+def build(
+    generator: np.random.Generator, num_nodes: int, num_tasks: int, sizes: tuple[int, ...] = (3, 4, 8), islands: int = 0
+) -> Case:
     """Tasks on nodes, some of them lost, and the tasks' demands: a little more or less than before."""
     nodes, running = [], {}
     for index in range(num_nodes):
         state = str(generator.choice(["ready"] * 9 + ["failed", "draining", "cordoned"]))
-        nodes.append(NodeCapacity(name=f"n{index:02}", num_accelerators=int(generator.choice(sizes)), state=state))
+        size, island = int(generator.choice(sizes)), int(generator.integers(0, islands + 1))
+        where = f"island{island}" if island else ""
+        nodes.append(NodeCapacity(name=f"n{index:02}", num_accelerators=size, state=state, island=where))
         free = nodes[-1].num_accelerators
         for task in generator.permutation(num_tasks) if generator.random() < 0.9 else ():
             num = int(generator.integers(0, free + 1))
@@ -36,14 +40,15 @@ def build(generator: np.random.Generator, num_nodes: int, num_tasks: int, sizes:
         now = sum(tasks.get(f"t{task}", 0) for tasks in running.values())
         num = min(max(0, now + int(generator.integers(-3, 4))), left)
         left -= num
-        demands.append(Demand(task=f"t{task}", num_workers=num, together=int(generator.choice([1, 2, 3]))))
+        together, in_island = (int(generator.choice([1, 2, 3])) for _ in range(2))
+        demands.append(Demand(task=f"t{task}", num_workers=num, together=together, in_island=in_island))
     return nodes, demands, running
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
-    return build(generator, draw(st.integers(1, 9)), draw(st.integers(1, 5)))
+    return build(generator, draw(st.integers(1, 9)), draw(st.integers(1, 5)), islands=draw(st.sampled_from([0, 1, 3])))
 
 
 def in_use(accelerators: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
@@ -106,6 +111,47 @@ def test_it_moves_as_few_as_any_placement(case: Case) -> None:
     kept = {d.task: sum(tasks.get(d.task, 0) for node, tasks in running.items() if node in ready) for d in demands}
     fewest = sum(max(0, demand.num_workers - kept[demand.task]) for demand in demands)
     assert place(nodes, demands, running).num_moved == fewest
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 12), st.booleans())
+def test_a_task_alone_has_as_many_whole_groups_in_islands_as_any_placement_with_the_fewest_moves(
+    seed: int, group: int, num_workers: int, starts: bool
+) -> None:
+    dice = np.random.default_rng(seed)
+    nodes = [
+        NodeCapacity(
+            name=f"n{n}", num_accelerators=int(dice.integers(0, 5)), island=str(dice.choice(["", "x", "y", "z"]))
+        )
+        for n in range(5)
+    ]
+    has = {node.name: int(dice.integers(0, node.num_accelerators + 1)) * (not starts) for node in nodes}
+    num_workers = min(num_workers, sum(node.num_accelerators for node in nodes))
+    demand = Demand(task="a", num_workers=num_workers, in_island=group)
+    placement = place(nodes, [demand], {name: {"a": number} for name, number in has.items()})
+    change = num_workers - sum(has.values())
+    assert placement.num_moved == max(0, change)
+    found = Counter[str]()
+    islands: dict[str, tuple[int, int]] = {}
+    for node in nodes:
+        low, high = islands.get(node.island or node.name, (0, 0))
+        more = (has[node.name], node.num_accelerators) if change >= 0 else (0, has[node.name])
+        islands[node.island or node.name] = (low + more[0], high + more[1])
+        found[node.island or node.name] += placement.of_task("a").get(node.name, 0)
+    apart = {0: 0}  # by workers so far, the fewest that are in no whole group
+    for low, high in islands.values():
+        ways = [(x + n, num + n % group) for x, num in apart.items() for n in range(low, high + 1)]
+        apart = {x: min(num for y, num in ways if y == x) for x, _ in ways}
+    spanning = sum(number % group for number in found.values())
+    assert spanning == apart[num_workers]
+    assert placement.num_spanning_islands == ({"a": spanning} if any(node.island for node in nodes) else {})
+
+
+def test_larger_groups_choose_their_island_first() -> None:
+    nodes = [NodeCapacity(name=f"n{n}", num_accelerators=4, island="xxyy"[n]) for n in range(4)]
+    demands = [Demand(task="a", num_workers=4, in_island=2), Demand(task="b", num_workers=8, in_island=8)]
+    placement = place(nodes, demands, {"n0": {"a": 1}})
+    assert placement.num_spanning_islands == {"a": 0, "b": 0}
+    assert placement.of_task("b") == {"n2": 4, "n3": 4}
 
 
 def cluster(num_nodes: int, num_accelerators: int = 8) -> list[NodeCapacity]:

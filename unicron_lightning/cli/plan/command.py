@@ -40,6 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the file")
     parser.add_argument("--nodes", metavar="LIST", help="nodes of Kubernetes, Slurm or a coordinator: - or a file")
+    parser.add_argument("--island-label", metavar="KEY", help="label of Kubernetes' nodes that names their island")
     parser.add_argument("--what-if", nargs="+", metavar=("EVENT", "NAME"), help=", ".join(EVENTS))
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", metavar="PATH", help="draw F(t,x) with the chosen points (PNG, SVG or PDF)")
@@ -80,8 +81,12 @@ def _run(options: argparse.Namespace, event: list[str]) -> int:
 
     path = Path(options.file)
     config = read(path, options.set)
+    if options.island_label is not None and options.nodes is None:
+        raise ConfigError(
+            f"--island-label {options.island_label}: expected it with --nodes, whose nodes have the label"
+        )
     if options.nodes is not None:
-        cluster = dataclasses.replace(config.cluster, num_nodes=0, nodes=_listed(options.nodes))
+        cluster = dataclasses.replace(config.cluster, num_nodes=0, nodes=_listed(options.nodes, options.island_label))
         config = dataclasses.replace(config, cluster=cluster)
     situation = situation_of(config, path.parent)
     plan = solve_fleet(situation.fleet)
@@ -105,11 +110,11 @@ def _run(options: argparse.Namespace, event: list[str]) -> int:
     return 0
 
 
-def _listed(source: str) -> dict[str, NodeConfig]:
+def _listed(source: str, island_label: str | None) -> dict[str, NodeConfig]:
     from unicron_lightning.cli.plan.inventory import nodes_in
 
     try:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--nodes {source}: {error.strerror}: expected a file with a list of nodes") from error
-    return nodes_in(text, source)
+    return nodes_in(text, source, island_label)

@@ -23,13 +23,14 @@ _PRODUCTS: Final = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud
 """Labels of Kubernetes' nodes with the kind of their accelerators."""
 
 
-def nodes_in(text: str, source: str) -> dict[str, NodeConfig]:
+def nodes_in(text: str, source: str, island_label: str | None = None) -> dict[str, NodeConfig]:
     """Return the nodes of a list by name, without those that have no accelerator.
 
     Args:
         text: the output of one of `KINDS`. A coordinator does not know numbers of accelerators, so its nodes have
             the file's ``workers_per_node``.
         source: named in errors.
+        island_label: the label of Kubernetes' nodes that names their island.
 
     Raises:
         ConfigError: it is of another kind, or no node has an accelerator.
@@ -40,14 +41,16 @@ def nodes_in(text: str, source: str) -> dict[str, NodeConfig]:
         found = _slurm(text)
     else:
         known: dict[str, Any] = answer if isinstance(answer, dict) else {}
-        found = _kubernetes(known["items"]) if "items" in known else _coordinator(known)
+        found = _kubernetes(known["items"], island_label) if "items" in known else _coordinator(known)
     usable = {name: node for name, node in found.items() if node.num_accelerators != 0}
     if not usable:
         raise ConfigError(f"--nodes {source}: {len(found)} nodes, none with an accelerator: expected {KINDS}")
+    if island_label is not None and not any(node.island for node in usable.values()):
+        raise ConfigError(f"--island-label {island_label}: expected a label of Kubernetes' nodes, and none has it")
     return usable
 
 
-def _kubernetes(items: list[dict[str, Any]]) -> dict[str, NodeConfig]:
+def _kubernetes(items: list[dict[str, Any]], island_label: str | None) -> dict[str, NodeConfig]:
     found = {}
     for item in items:
         status = item.get("status", {})
@@ -58,7 +61,8 @@ def _kubernetes(items: list[dict[str, Any]]) -> dict[str, NodeConfig]:
             state = "failed"
         labels = item["metadata"].get("labels", {})
         kind = next((labels[label] for label in _PRODUCTS if label in labels), None)
-        found[item["metadata"]["name"]] = NodeConfig(num_accelerators=number, state=state, kind=kind)
+        island = labels.get(island_label, "")
+        found[item["metadata"]["name"]] = NodeConfig(num_accelerators=number, state=state, kind=kind, island=island)
     return found
 
 

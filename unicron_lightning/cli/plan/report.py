@@ -108,6 +108,7 @@ def _task_json(part: TaskPlan, weight: float, placement: Placement) -> dict[str,
         },
         "nodes": placement.of_task(part.name),
         "num_spanning_accelerators": placement.num_spanning[part.name],
+        "num_island_spanning_accelerators": placement.num_spanning_islands.get(part.name, 0),
     }
 
 
@@ -231,8 +232,9 @@ def _summary(plan: FleetPlan, placement: Placement, *, assumed: bool, unsaid: Se
         yield f"  {move.task}: {move.num_accelerators} {move.source} -> {move.target or 'released'}"
     if len(leaving) > _MOST_MOVES:
         yield f"  and {len(leaving) - _MOST_MOVES} more (--json has all)"
-    if spanning := [f"{task} {num}" for task, num in placement.num_spanning.items() if num]:
-        yield f"accelerators of replicas, or groups, that do not share a node: {', '.join(spanning)}"
+    for what, numbers in (("a node", placement.num_spanning), ("an island", placement.num_spanning_islands)):
+        if spanning := [f"{task} {num}" for task, num in numbers.items() if num]:
+            yield f"accelerators of replicas, or groups, that do not share {what}: {', '.join(spanning)}"
 
 
 def _why_paused(plan: FleetPlan, paused: Sequence[str]) -> Iterator[str]:

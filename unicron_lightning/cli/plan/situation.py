@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,8 @@ class NodeConfig:
     """Only ready nodes are planned with. Workers on other nodes count as lost."""
     kind: str | None = None
     """Kind of its accelerators; default: `PlanClusterConfig.kind`."""
+    island: str = ""
+    """Its NVLink domain or rack, inside which replicas are placed where possible; default: the node alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,9 +237,17 @@ class Situation:
         layout, config = part.configuration, self.config[part.name]
         group = config.group_size or (layout.tensor_parallel if layout else 1)
         replica = config.replica_size or (layout.replica_size if layout else group)
+        islands = Counter[str]()
+        for node in self.nodes:
+            islands[node.island or f"/{node.name}"] += node.num_accelerators
         largest = max((node.num_accelerators for node in self.nodes), default=0)
-        together = replica if replica <= largest else group
-        return Demand(task=part.name, num_workers=part.num_workers, together=together, kind=part.kind)
+        return Demand(
+            task=part.name,
+            num_workers=part.num_workers,
+            together=replica if replica <= largest else group,
+            kind=part.kind,
+            in_island=replica if replica <= max(islands.values(), default=0) else group,
+        )
 
 
 def situation_of(config: PlanConfig, folder: Path) -> Situation:
@@ -345,7 +356,9 @@ def nodes_of(config: PlanClusterConfig) -> tuple[NodeCapacity, ...]:
         kind = config.kind if node.kind is None else node.kind
         if not kind and len(config.kinds) > 1:
             raise ConfigError(f"cluster.nodes.{name}.kind is missing: expected a kind, which other nodes have")
-        nodes[name] = NodeCapacity(name=name, num_accelerators=num_accelerators, state=node.state, kind=kind)
+        nodes[name] = NodeCapacity(
+            name=name, num_accelerators=num_accelerators, state=node.state, kind=kind, island=node.island
+        )
     if not nodes:
         raise ConfigError(f"cluster.num_nodes={config.num_nodes}: expected at least 1, or nodes by name")
     return tuple(nodes.values())
