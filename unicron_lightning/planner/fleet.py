@@ -364,7 +364,7 @@ class _Search:
         }
         return {index: column for index, column in found.items() if len(column.units)}
 
-    def group(self, quota: Quota, columns: Mapping[str, Mapping[int, Column]]) -> _Group:
+    def group(self, quota: Quota, columns: Mapping[str, Mapping[int, Column]]) -> _QuotaTasks:
         """The tasks of a quota as one.
 
         Raises:
@@ -378,9 +378,9 @@ class _Search:
         if tasks.least > most:
             given = f"quota {quota.name!r}: at most {most * unit} workers"
             raise QuotaTooSmall(f"{given}: expected {tasks.least * unit}, which its tasks need that may not be paused")
-        return _Group(names=names, kind=kind, tasks=tasks, guaranteed=-(-quota.guaranteed // unit))
+        return _QuotaTasks(names=names, kind=kind, tasks=tasks, guaranteed=-(-quota.guaranteed // unit))
 
-    def guaranteed(self, groups: list[_Group], others: list[tuple[int, Mapping[int, Column]]]) -> list[int]:
+    def guaranteed(self, groups: list[_QuotaTasks], others: list[tuple[int, Mapping[int, Column]]]) -> list[int]:
         """The fewest units of each group: those of its guarantee, which shrink in proportion if not all fit.
 
         Args:
@@ -415,7 +415,7 @@ class _Search:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Group:
+class _QuotaTasks:
     """The tasks of a quota, the kind on which they can run, and the units that they are guaranteed."""
 
     names: tuple[str, ...]

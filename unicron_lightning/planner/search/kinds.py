@@ -147,7 +147,7 @@ class KindProblem:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Node:
+class _KindsLeft:
     """Plans of a problem.
 
     Attributes:
@@ -158,7 +158,7 @@ class _Node:
     pairs: NDArray[np.bool_]
     pauses: NDArray[np.bool_]
 
-    def ordered(self, problem: KindProblem) -> _Node:
+    def ordered(self, problem: KindProblem) -> _KindsLeft:
         """The node without kinds that would put equal tasks out of order; paused ones are the last of them."""
         pairs = self.pairs.copy()
         for tasks in problem.equals:
@@ -170,9 +170,9 @@ class _Node:
                     pairs[own] &= kinds >= least
                     if sign == 1 or not self.pauses[task]:
                         least = min(kinds[pairs[own]].tolist(), default=least)
-        return _Node(pairs=pairs, pauses=self.pauses)
+        return _KindsLeft(pairs=pairs, pauses=self.pauses)
 
-    def halves(self, problem: KindProblem, bound: _Bound, known: int) -> list[_Node]:
+    def halves(self, problem: KindProblem, bound: _Bound, known: int) -> list[_KindsLeft]:
         """Divide what may be better than the known plan: a task has its best kind or is paused, or has another kind."""
         room = bound.total - known
         pairs, pauses = self.pairs & (bound.reduced < room), self.pauses & (bound.reduced_pauses < room)
@@ -184,8 +184,8 @@ class _Node:
         task = problem.pairs[0, others[np.argmin(bound.reduced[others])]]
         own, all_tasks = problem.pairs[0] == task, np.arange(len(pauses))
         parts = [
-            _Node(pairs=pairs & ~(own & ~best), pauses=pauses),
-            _Node(pairs=pairs & ~(own & best), pauses=pauses & (all_tasks != task)),
+            _KindsLeft(pairs=pairs & ~(own & ~best), pauses=pauses),
+            _KindsLeft(pairs=pairs & ~(own & best), pauses=pauses & (all_tasks != task)),
         ]
         return [part.ordered(problem) for part in parts]
 
@@ -215,7 +215,7 @@ class _Bound:
     used: IntArray
 
     @classmethod
-    def at(cls, problem: KindProblem, node: _Node, prices: IntArray) -> _Bound:
+    def at(cls, problem: KindProblem, node: _KindsLeft, prices: IntArray) -> _Bound:
         options, first = problem.options, problem.first_pairs
         tasks, kinds, counts = problem.pairs[0], problem.pairs[1], np.diff(options.starts)
         charges: IntArray = np.repeat(prices[kinds], counts) * options.units
@@ -241,7 +241,7 @@ class _Bound:
         )
 
     @classmethod
-    def lowest(cls, problem: KindProblem, node: _Node, prices: IntArray, known: int, steps: int) -> _Bound:
+    def lowest(cls, problem: KindProblem, node: _KindsLeft, prices: IntArray, known: int, steps: int) -> _Bound:
         """The lowest that is found; the search for it ends early at ``known``, which excludes the node."""
         best = bound = cls.at(problem, node, prices)
         most = (1 << 61) // (1 + max(problem.num_units))
@@ -279,7 +279,9 @@ def best_kinds(full: KindProblem, known: Sequence[int], most_nodes: int = MOST_N
     best, kinds, problem = full.solve(known), tuple(known), full
     assert best is not None, "the minimums do not fit with the kinds that are known to fit"
     count, prices = itertools.count(0, -1), np.zeros(len(full.num_units), dtype=np.int64)
-    start = _Node(pairs=np.ones(full.pairs.shape[1], dtype=bool), pauses=full.pauses > NEVER) if full.columns else None
+    start = (
+        _KindsLeft(pairs=np.ones(full.pairs.shape[1], dtype=bool), pauses=full.pauses > NEVER) if full.columns else None
+    )
     waiting = [(NEVER, next(count), start.ordered(full), prices)] if start else []
     for visited in range(most_nodes):
         if not waiting or -waiting[0][0] <= best[0]:
