@@ -11,7 +11,8 @@ workers, the quantum of rewards and the price of a move.
 
 So a change of kind is a restart of all workers. With one kind the plan is that of `unicron_lightning.planner.solver`,
 ties included. With several `unicron_lightning.planner.search.kinds` finds it: of plans of equal reward one that moves
-fewest workers; which of several such plans depends on the fleet's contents only.
+fewest workers; which of several such plans depends on the fleet's contents only. Tasks may share a `Quota`, and then
+take part in the search as one task (`unicron_lightning.planner.search.groups`).
 """
 
 from __future__ import annotations
