@@ -56,7 +56,7 @@ class Shape:
     @property
     def width(self) -> int:
         """Micro-batches of a row: the number of a replica's lanes, which compute one each."""
-        return self.tensor if self.sharded else self.columns // self.context
+        return self.tensor if self.sharded else self.layout.lanes
 
     @property
     def workers(self) -> int:
