@@ -440,6 +440,28 @@ class CommonState(torch.optim.SGD):
         return super().step(closure)
 
 
+class KeepsGradients(torch.optim.Optimizer):
+    """Keeps the gradients of the step before, and no copies of them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for each in group["params"]:
+                before = self.state[each].get("before", each.grad)
+                each.sub_(2 * each.grad - before, alpha=group["lr"])
+                self.state[each]["before"] = each.grad
+        return loss
+
+
+class WithKeptGradients(Net):
+    def configure_optimizers(self) -> Any:
+        return KeepsGradients(self.parameters())
+
+
 class WithCommonState(Net):
     def configure_optimizers(self) -> Any:
         return CommonState(self.parameters(), lr=0.05, momentum=0.9)
@@ -482,6 +504,7 @@ SCRIPTS = {
     "second_fit_of_another_module": Script(runs=another_module, kill=(2, 9, 1)),
     "data_by_epoch": Script(runs=by_epoch, kill=(1, 20, 1)),
     "channels_last": Script(runs=hooked(net=Pictures)),
+    "kept_gradients": Script(runs=hooked(net=WithKeptGradients)),
     "common_state": Script(runs=hooked(net=WithCommonState)),
     "second_fit_backbone": Script(runs=twice(backbone, Finetuned, same=True), kill=(1, 14, 1)),
 }

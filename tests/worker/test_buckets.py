@@ -243,3 +243,31 @@ def test_a_renewed_bucket_leaves_the_old_buffer_to_the_library() -> None:
     buckets.buckets[0].renew()
     assert buckets.buckets[0].reduced.data_ptr() != old.data_ptr()
     buckets.close()
+
+
+@pytest.mark.parametrize("keep", [lambda gradient: gradient, lambda gradient: gradient.detach()])
+def test_gradients_that_an_optimizer_keeps_stay_as_they_are(keep: Any) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    buckets = GradientBuckets([("p", parameter)], 1 << 20, overlap=False)
+    kept, memory = [], set()
+    for step in range(3):
+        buckets.begin()
+        parameter.grad = torch.full((2,), float(step))
+        buckets.buckets[0].load()
+        buckets.install([True])
+        memory.add(buckets.buckets[0].reduced.data_ptr())
+        if step < 1:
+            kept.append(keep(parameter.grad))
+    assert [each.tolist() for each in kept] == [[0.0, 0.0]]
+    assert len(memory) == 2, "memory that nothing keeps is used again"
+
+
+def test_a_gradient_has_its_parameters_order_of_memory() -> None:
+    parameter = nn.Parameter(torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last))
+    buckets = GradientBuckets([("p", parameter)], 1 << 20, overlap=False)
+    buckets.begin()
+    parameter.grad = torch.arange(24.0).view(2, 3, 2, 2)
+    buckets.buckets[0].load()
+    buckets.install([True])
+    assert parameter.grad.stride() == parameter.stride()
+    assert torch.equal(parameter.grad, torch.arange(24.0).view(2, 3, 2, 2))

@@ -10,6 +10,7 @@ gradients' size.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import ConfigError
 
 _FIRST_BUCKET_BYTES: Final = 1 << 20
+_OWN_REFERENCES: Final = 3
+"""To a view: of the bucket's list, and of the call that counts them."""
 
 
 class Bucket(ABC):
@@ -79,6 +82,11 @@ class GradientBucket(Bucket):
         super().renew()
         self._views = _views_of(self.reduced, self._parameters)
 
+    def yield_kept(self) -> None:
+        """Leave the memory to what has kept gradients of the step before, such as an optimizer, and go on in other."""
+        if any(sys.getrefcount(view) > _OWN_REFERENCES for view in self._views) or is_kept(self.reduced, self._views):
+            self.renew()
+
     def views(self) -> Iterable[tuple[Parameter, Tensor]]:
         """The parameters with their summed gradients, parts of ``reduced``."""
         return zip(self._parameters, self._views, strict=True)
@@ -87,6 +95,12 @@ class GradientBucket(Bucket):
         """Make the parameters' gradients views of ``reduced``."""
         for parameter, view in self.views():
             parameter.grad = view
+
+
+def is_kept(flat: Tensor, views: Sequence[Tensor] = ()) -> bool:
+    """Whether further tensors than these have the memory of one, as far as torch tells it."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return count is not None and count(flat.untyped_storage()._cdata) > len(views) + 2
 
 
 class GradientBuckets(OfProcess):
@@ -140,6 +154,8 @@ class GradientBuckets(OfProcess):
         """Start a step: discard all gradients."""
         for parameter in self.parameters:
             parameter.grad = None
+        for bucket in self.buckets:
+            bucket.yield_kept()
 
     def take(self) -> None:
         """End a micro-batch: add its gradients to the sums, unless autograd does."""

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.buckets import Bucket, GradientBucket, GradientBuckets
+from unicron_lightning.worker.buckets import Bucket, GradientBucket, GradientBuckets, is_kept
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.model_state import in_order_of
@@ -310,6 +310,11 @@ class ExactGradientBucket(GradientBucket):
     @override
     def renew(self) -> None:
         Bucket.renew(self)
+
+    @override
+    def yield_kept(self) -> None:
+        if self._result is not None and is_kept(self._result):
+            self._result = None
 
     @override
     def views(self) -> Iterator[tuple[Parameter, Tensor]]:
