@@ -26,6 +26,10 @@ SEEDS = [
     if draw(seed).script.saves != "folder" and all(each.kind != "coordinator" for each in draw(seed).orders)
 ]
 """`make cross` runs also those with writers of folders, of which each takes seconds to start."""
+REPEATED_SEEDS = {103, 105, 107}
+"""Seeds whose every value of a script, and point of a strike, other cases here have; agents, as in 105, die in
+tests/system, too.
+"""
 KEPT = {
     "completed_where_no_founder_is": """{"script": {"strategy": "unicron_fsdp", "shard_size": 2, "workers": 4,
         "optimizer": "adamw", "samples": 23, "hooks": ["rate_at_start"], "saves": "model", "resumes": true,
@@ -136,7 +140,9 @@ def test_forks_go_on_whenever_a_stub_is_killed(place: Site, tmp_path: Path) -> N
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.allow_leak("unix_sockets", reason="an agent that was killed last has no successor that removes its socket")
-@pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.chaos) for seed in SEEDS[1:])])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.chaos) if seed in REPEATED_SEEDS else seed for seed in SEEDS]
+)
 def test_random_cases(seed: int, place: Site) -> None:
     verdict = run(place, f"seed{seed}", draw(seed))
     assert verdict.faults == (), f"{verdict.case.text()}\n{verdict.log}"
