@@ -25,8 +25,6 @@ from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import ConfigError
 
 _FIRST_BUCKET_BYTES: Final = 1 << 20
-_OWN_REFERENCES: Final = 3
-"""To a view: of the bucket's list, and of the call that counts them."""
 
 
 class Bucket(ABC):
@@ -84,7 +82,7 @@ class GradientBucket(Bucket):
 
     def yield_kept(self) -> None:
         """Leave the memory to what has kept gradients of the step before, such as an optimizer, and go on in other."""
-        if any(sys.getrefcount(view) > _OWN_REFERENCES for view in self._views) or is_kept(self.reduced, self._views):
+        if max(_references(self._views), default=0) > _OWN_REFERENCES or is_kept(self.reduced, self._views):
             self.renew()
 
     def views(self) -> Iterable[tuple[Parameter, Tensor]]:
@@ -95,6 +93,14 @@ class GradientBucket(Bucket):
         """Make the parameters' gradients views of ``reduced``."""
         for parameter, view in self.views():
             parameter.grad = view
+
+
+def _references(views: Sequence[Tensor]) -> list[int]:
+    return [sys.getrefcount(view) for view in views]
+
+
+_OWN_REFERENCES: Final = max(_references([torch.empty(0)]))
+"""To a view that only its list has; Python's versions count differently."""
 
 
 def is_kept(flat: Tensor, views: Sequence[Tensor] = ()) -> bool:
