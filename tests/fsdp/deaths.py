@@ -68,7 +68,7 @@ CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
-    """An embedding, two blocks, a norm and a head of its own; what is not in a block is in FSDP2's root group."""
+    """An embedding, two blocks, a norm and a head of its own; the root group of FSDP2 has all parameters but the blocks'."""
 
     def __init__(self, *, tied: bool, words: int, inner: int) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ def optimizer_of(net: Net, whole: str = "") -> torch.optim.Optimizer:
 
 
 def loss_of(net: Net, micro_batch: int, shards: int) -> Tensor:
-    """The loss of a micro-batch, as a part of the mean over rows of so many."""
+    """The loss of a micro-batch, as a part of the mean over rows of this number."""
     words, length = (7, 5) if len(net.tokens.weight) == 7 else (8, 6)
     tokens = torch.randint(0, words, (2, length), generator=torch.Generator().manual_seed(micro_batch))
     return nn.functional.cross_entropy(net(tokens[0]), tokens[1]) / (ROWS * shards)

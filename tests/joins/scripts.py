@@ -205,7 +205,7 @@ class Dropped(Finetuned):
 
 
 class Manual(Net):
-    """Two optimizers, one of which steps every other batch, so that gradients are kept between steps."""
+    """Two optimizers; one steps every other batch, so that gradients are kept between steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def with_data_module(folder: Path) -> list[Run]:
 def twice(
     callback: Callable[[], pl.Callback], net: type[Net], *, same: bool, bare: bool = False, **settings: Any
 ) -> Callable[[Path], list[Run]]:
-    """Return what makes two fits of a module, by one trainer or by two, the second of which may lack the callback."""
+    """Return what makes two fits of a module, by one trainer or by two; the second fit may lack the callback."""
 
     def runs(folder: Path) -> list[Run]:
         module, made = net(), callback()
@@ -516,7 +516,7 @@ RESUMED = {
 
 
 def saved_twice(*, same: bool, **settings: Any) -> Callable[[Path], list[Run]]:
-    """Return what makes two fits that save, the second of which has fewer steps."""
+    """Return a script's two fits that save; the second has fewer steps."""
 
     def runs(folder: Path) -> list[Run]:
         module = Net()

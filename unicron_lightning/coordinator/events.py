@@ -181,7 +181,7 @@ class MessageBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Disconnected(msgspec.Struct, frozen=True, kw_only=True):
-    """Connection ``conn`` has ended; ``silent``: it was closed after so many seconds without a message."""
+    """Connection ``conn`` has ended; ``silent``: it was closed after that time without a message, in seconds."""
 
     conn: int
     silent: float | None = None
@@ -210,7 +210,7 @@ class Resize(msgspec.Struct, frozen=True, kw_only=True):
 class Calibrate(msgspec.Struct, frozen=True, kw_only=True):
     """An operator wants a task's speed measured at these numbers of nodes; none: stop measuring.
 
-    `calibration.refusal` has accepted it. Each size makes some steps, and is given up after some seconds.
+    `calibration.refusal` has accepted it. Each size makes some steps, and is abandoned after some seconds.
     """
 
     task: str

@@ -280,7 +280,7 @@ class LeaderStore(Database):
         self._more.set()
 
     def _note_events(self) -> None:
-        """Add the events since the last write, and remove keys of which the copy has no event any more."""
+        """Add the events since the last write, and remove keys without an event in the copy."""
         rows = self._db.execute(
             "SELECT seq, at, name, task, incident, fields FROM events WHERE seq > ? ORDER BY seq", (self._logged,)
         ).fetchall()

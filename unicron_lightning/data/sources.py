@@ -41,7 +41,7 @@ class Batches(Dataset[Any]):
 
 
 class Reopened(IterableDataset[Any]):
-    """Batches of a loader that is no `DataLoader`, read anew by each iterator. Its length is that of the loader.
+    """Batches of a loader that is no `DataLoader`, read from the beginning by each iterator. Its length is the loader's.
 
     Args:
         users: the loader.

@@ -48,8 +48,8 @@ class Quota:
     Attributes:
         name: of the quota.
         tasks: their names; a task may be unknown, e.g. have ended.
-        guaranteed: they have at least so many, or the fewest with which they reach the best that they can with so many.
-        most: they have at most so many; None for no limit.
+        guaranteed: fewest workers that they have together, or the fewest with which they reach the best of that number.
+        most: most workers that they have together; None for no limit.
 
     Raises:
         ValueError: the numbers contradict each other.

@@ -81,7 +81,7 @@ class GradientBucket(Bucket):
         self._views = _views_of(self.reduced, self._parameters)
 
     def yield_kept(self) -> None:
-        """Leave the memory to what has kept gradients of the step before, such as an optimizer, and go on in other."""
+        """Leave the memory to an optimizer, or others, that have kept gradients of the step before; use other memory."""
         if max(_references(self._views), default=0) > _OWN_REFERENCES or is_kept(self.reduced, self._views):
             self.renew()
 
@@ -104,7 +104,7 @@ _OWN_REFERENCES: Final = max(_references([torch.empty(0)]))
 
 
 def is_kept(flat: Tensor, views: Sequence[Tensor] = ()) -> bool:
-    """Whether further tensors than these have the memory of one, as far as torch tells it."""
+    """Whether further tensors than these have the memory of one, as far as torch reports it."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return count is not None and count(flat.untyped_storage()._cdata) > len(views) + 2
 

@@ -77,7 +77,7 @@ class Judgement:
     """The decision about one micro-batch.
 
     Attributes:
-        wrong: ranks of which a run differs from the right result, in order; empty without a decision.
+        wrong: ranks with a run that differs from the right result, in order; empty without a decision.
         steady: whether any rank has the same result in all of its runs.
     """
 
@@ -99,7 +99,7 @@ def judge(runs: Runs) -> Judgement:
 
 
 def in_doubt(ranks: Sequence[OwnRuns]) -> list[int]:
-    """Return the micro-batches of which two runs differ, given the digests of each rank's runs by micro-batch."""
+    """Return the micro-batches with two runs that differ, given the digests of each rank's runs by micro-batch."""
     found: dict[int, set[Hashable]] = {}
     for each in ranks:
         for micro_batch, values in each.items():
@@ -187,7 +187,7 @@ class Witness:
         return {**shared, "witness_every": str(self.every)}
 
     def announced(self, workers: int, size: int = 1) -> str:
-        """Return the line that states at the start what is compared.
+        """Return the line that describes the comparison at the start.
 
         Args:
             workers: number of them.
@@ -244,7 +244,7 @@ class WitnessedStep:
         """The workers that know the verdict; those that have to end by it have ``_error``."""
 
     def plan(self, rank: int, ranks: int, share: Callable[[int], Sequence[int]]) -> None:
-        """Plan a step of which no micro-batch is finished; after a failure, what has been planned stays.
+        """Plan a step without finished micro-batches; after a failure, a plan stays.
 
         Args:
             rank: of this worker.
@@ -300,7 +300,7 @@ class WitnessedStep:
         return {"planned": self._planned, "repeated": sorted(self._runs)}
 
     def enter(self, holders: Sequence[Sequence[str]], rank: int) -> None:
-        """Begin an attempt of what is planned; after a death each rank repeats that of the next present one.
+        """Begin an attempt of the plan; after a death each rank repeats that of the next present one.
 
         Args:
             holders: the workers of each rank.

@@ -3,7 +3,7 @@
 Workers hand over the memory itself over a UNIX socket, by descriptors, before they begin the step that follows: one
 message a version. What a worker has sent is received even if it has died, and whenever that is: `MemorySocket.drain`
 receives all of it, and is called before the worker's end is reported. The agent computes the digests in a thread. It
-keeps the newest version of which the coordinator has reported that all its parts are held, and the two newest ones
+keeps the newest version that the coordinator has reported as held in all its parts, and the two newest ones
 beside it; their sum is the memory's bound.
 """
 
@@ -156,7 +156,7 @@ class AgentMemory:
             self._send(wire.StateHeld(copies=copies))
 
     def complete(self, version: wire.StateVersion) -> None:
-        """Drop versions older than one of which all parts are held."""
+        """Drop versions older than one that is held in all its parts."""
         if self._complete is None or self._complete < version:
             self._complete = version
             before = len(self._held)

@@ -4,8 +4,8 @@ Rules:
 
 * No slot is granted before ``min_nodes`` agents wait; then all of them get one, up to `Task.limit`, in order of
   arrival.
-* A later agent is granted a slot at once while some are free, else it stands by. An agent that rendezvouses again keeps
-  its slot but moves to the end of the order, so that group rank 0 stays with the longest-lived agent.
+* A later agent is granted a slot at once while some are free, else it is a stand-by. An agent that rendezvouses again
+  keeps its slot but moves to the end of the order, so that group rank 0 stays with the longest-lived agent.
 * A *plain script* (no worker sends a hello) cannot adapt to a change of agents in process. Once the script is known to
   be plain, a change stops all agents, and when all of them wait they are granted slots together. Until then, changes
   are granted as for an elastic task and recorded.
@@ -226,7 +226,7 @@ def leave_slot(task: Task, agent: Agent) -> None:
 def revoke(
     task: Task, turn: Turn, agent: Agent, reason: str, seconds: float | None = None, *, needed: bool = False
 ) -> None:
-    """Take the slot back: the agent stops its workers, which no longer belong to the task, and stands by.
+    """Take the slot back: the agent stops its workers, which no longer belong to the task, and is a stand-by.
 
     Workers that do not stop within ``seconds`` are killed (None: within the time that the agent's user chose).
     """

@@ -1,8 +1,8 @@
 """Timers of the coordinator's state machine, which make allowance for a loop that could not run.
 
-While the coordinator stands still (stopped, swapped out, a slow disk), agents take it for silent and connect again.
+While the coordinator cannot run (stopped, swapped out, a slow disk), agents take it for silent and connect again.
 When it runs again it sees the ends of the old connections first, with the new ones still waiting in the socket. A
-grace period that is over by then, or begins then, says nothing about the agents, so it is prolonged.
+grace period that is over by then, or begins then, is no evidence about the agents, so it is prolonged.
 
 If many connections break at once, the coordinator needs time to take the agents in again, one after the other: their
 grace periods are longer. Those that expire together are one input, and so lead to one new epoch.
@@ -71,7 +71,7 @@ class Timers:
         """Loop times until which nobody is declared absent, and until which no link is to blame."""
 
     def allow(self) -> None:
-        """Give all who are away time to connect again from now on."""
+        """Give all agents that are away time to connect again from now on."""
         self._allowed_until = asyncio.get_running_loop().time() + ev.RETURN_SECONDS
 
     def stalled(self) -> None:

@@ -242,7 +242,7 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
     """Source, kind and time of the newest errors that ended nothing; an agent repeats some."""
 
     def steps(self, fit: int, step: int) -> int:
-        """Return the number of steps of all fits, given that of a fit: trainers count anew in each."""
+        """Return the number of steps of all fits, given that of a fit: trainers count from 0 in each."""
         return step + (self.before.setdefault(fit, self.mark) if fit > 1 else 0)
 
     @property
