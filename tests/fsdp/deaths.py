@@ -68,7 +68,7 @@ CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
-    """An embedding, two blocks, a norm and a head of its own; the root group of FSDP2 has all parameters but the blocks'."""
+    """An embedding, two blocks, a norm and a head of its own; FSDP2's root group has all parameters but the blocks'."""
 
     def __init__(self, *, tied: bool, words: int, inner: int) -> None:
         super().__init__()

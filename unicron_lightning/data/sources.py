@@ -41,7 +41,7 @@ class Batches(Dataset[Any]):
 
 
 class Reopened(IterableDataset[Any]):
-    """Batches of a loader that is no `DataLoader`, read from the beginning by each iterator. Its length is the loader's.
+    """Batches of a loader that is no `DataLoader`, read from its start by each iterator. Its length is the loader's.
 
     Args:
         users: the loader.

@@ -81,7 +81,7 @@ class GradientBucket(Bucket):
         self._views = _views_of(self.reduced, self._parameters)
 
     def yield_kept(self) -> None:
-        """Leave the memory to an optimizer, or others, that have kept gradients of the step before; use other memory."""
+        """Use other memory if something, such as an optimizer, has kept gradients of the step before."""
         if max(_references(self._views), default=0) > _OWN_REFERENCES or is_kept(self.reduced, self._views):
             self.renew()
 
