@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EVENTS = {
     "node-loss": "a node fails: its name, or a task, which loses its largest node",
-    "join": "a node is added: its name if it is not ready, else a kind or no name",
+    "join": "a node is added: its name if it is not ready, else its kind, if any",
     "finish": "a task ends: its name",
     "launch": "a queued task is to run: its name",
 }
