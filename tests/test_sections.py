@@ -85,6 +85,6 @@ def test_what_is_wrong_is_named(data: object, words: str) -> None:
 def test_every_section_of_the_schema_is_a_frozen_dataclass() -> None:
     found = [each for each in vars(situation).values() if isinstance(each, type) and is_dataclass(each)]
     sections = [each for each in found if each.__name__.endswith(("Config", "Profile"))]
-    assert len(sections) == 7
+    assert len(sections) == 8
     for each in sections:
         assert each.__dataclass_params__.frozen
