@@ -67,9 +67,10 @@ def end(cluster: Cluster, model: dict[str, Any], died: float, worlds: Any) -> di
 
 
 def after_step(cluster: Cluster, model: dict[str, Any], step: int) -> dict[str, int]:
-    """Wait for a step of all workers; return the process of each node's worker."""
-    wait_replicas(cluster, model["dp"], workers=size_of(model))
+    """Wait for a step, and a version in memory, of all workers; return the process of each node's worker."""
+    whole = max(note["step"] for note in wait_replicas(cluster, model["dp"], workers=size_of(model)))
     cluster.watch(lambda: any(note["step"] >= step for note in cluster.notes("step")), f"step {step}", 200)
+    cluster.watch(lambda: ((cluster.task_status().get("memory") or {}).get("step", 0)) > whole, "a version of all", 200)
     return {note["node"]: note["pid"] for note in cluster.world()}
 
 
