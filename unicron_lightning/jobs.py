@@ -57,6 +57,8 @@ class JobShare:
     """Restarts of its workers that each of its agents allows."""
     may_pause: bool = False
     """Whether the plan may pause it while it trains."""
+    kind: str | None = None
+    """Kind of the nodes on which it runs (``unicron agent --kind``); None: those without one."""
 
 
 @dataclass(kw_only=True)
@@ -128,6 +130,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Restarts that torchrun allows each of its agents."""
     may_pause: bool = False
     """Whether the plan may pause the task while it trains, after its workers have written a checkpoint."""
+    kind: str | None = None
+    """Kind of the nodes on which it runs; None: those without one."""
     flops_per_step: float | None = None
     """FLOPs of the model in one optimizer step, used to compute FLOP/s from step times."""
     profile: dict[int, float] = {}
@@ -199,6 +203,8 @@ def problem(job: Job) -> str | None:
         return f"max_restarts={shortened(job.max_restarts)}: expected a number >= 0 and <= {_MOST_RESTARTS}"
     if not _positive(job.weight) or job.weight > MOST_WEIGHT:
         return f"weight={job.weight}: expected a number > 0 and <= {MOST_WEIGHT:g}"
+    if job.kind is not None and not _NAME.fullmatch(job.kind):
+        return f"kind={shortened(job.kind)}: expected the kind of some nodes, as in unicron agent --kind"
     return _problem_of_numbers(job) or _problem_of_texts(job) or _problem_of_start(job) or _problem_of_after(job)
 
 

@@ -15,12 +15,15 @@ from unicron_lightning.wire.daemon import Launch, NodeHello, NodeReport, NodeTas
 class FakeDaemon:
     """One node's daemon. ``runs`` is the set of jobs that it reports."""
 
-    def __init__(self, world: World, node: str, *slots: str, pid: int = 1, started_at: float = 1.0) -> None:
+    def __init__(
+        self, world: World, node: str, *slots: str, pid: int = 1, started_at: float = 1.0, kind: str | None = None
+    ) -> None:
         self.world = world
         self.node = node
         self.slots = list(slots)
         self.pid = pid
         self.started_at = started_at
+        self.kind = kind
         self.conn: int | None = None
         self.launches: list[Launch] = []
         self.told = 0
@@ -42,6 +45,7 @@ class FakeDaemon:
             started_at=self.started_at,
             slots=self.slots,
             tasks=list(self.runs.values()),
+            kind=self.kind,
         )
         self.world.do(ev.DaemonMessage(conn=self.conn, message=hello))
         return self

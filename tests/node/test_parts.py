@@ -188,7 +188,7 @@ async def test_a_pipe_takes_what_several_write(tmp_path: Path) -> None:
 def options(**changes: Any) -> NodeOptions:
     given: dict[str, Any] = {"endpoint": "h:1", "node": "n", "slots": "1", "logs": None, "log_megabytes": 1.0,
                              "log_files": 1, "local_addr": None, "stop_seconds": 5.0, "leave_on": None,
-                             "notice_file": None, "rack": None}  # fmt: skip
+                             "notice_file": None, "rack": None, "kind": None}  # fmt: skip
     access = {name: changes.pop(name) for name in [*changes] if name in AccessOptions.__dataclass_fields__}
     return make_options(access=AccessOptions(**access), **{**given, **changes})
 

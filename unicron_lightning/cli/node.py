@@ -35,6 +35,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--stop-seconds", type=float, default=15, metavar="S", help="time to stop before a kill; default: %(default)s"
     )
     agent.add_argument("--rack", metavar="LABEL", help="of what the node shares with others and can be lost with")
+    agent.add_argument("--kind", metavar="LABEL", help="of its accelerators: only jobs of that kind run on the node")
     agent.add_argument("--leave-signal", metavar="SIGNAL", help="USR1 or USR2: leave as on SIGTERM; default: none")
     agent.add_argument("--notice-file", metavar="FILE", help="leave as on SIGTERM when it appears; default: none")
     agent.set_defaults(run=_agent)
@@ -65,6 +66,7 @@ def _agent(options: argparse.Namespace) -> int:
         leave_on=options.leave_signal,
         notice_file=options.notice_file,
         rack=options.rack,
+        kind=options.kind,
     )
     return serve(made)
 

@@ -69,6 +69,7 @@ class Question:
         node_places: places of the largest node, which are lost, or arrive, at the same time.
         tasks: in the order of their creation.
         coming: jobs that will compete as soon as a task, the key, has succeeded.
+        parts: places, and the tasks that can use them, of each kind of nodes; empty: all are of one kind.
     """
 
     key: str
@@ -76,6 +77,16 @@ class Question:
     node_places: int
     tasks: tuple[Competitor, ...]
     coming: tuple[tuple[str, tuple[Competitor, ...]], ...] = ()
+    parts: tuple[tuple[int, frozenset[str]], ...] = ()
+
+    def divided(self) -> list[Question]:
+        """Return a question for each kind of nodes."""
+        if not self.parts:
+            return [self]
+        return [
+            replace(self, num_places=number, tasks=tuple(t for t in self.tasks if t.name in names), parts=(), coming=())
+            for number, names in self.parts
+        ]
 
     def standing(self, allocation: Mapping[str, int]) -> Question:
         """Return the situation in which the answer ``allocation`` is in force."""

@@ -502,7 +502,9 @@ class Node(msgspec.Struct, kw_only=True):
     conn: int | None
     """Connection number; None while the daemon is away, in a grace period."""
     slots: list[str]
-    """Labels of its slots; each is a place that every job can use."""
+    """Labels of its slots; each is a place that every job of its kind can use."""
+    kind: str = ""
+    """Of its accelerators; "": it has none."""
     launches: list[Launch] = []
     """Agents that it is ordered to run."""
     tasks: list[NodeTask] = []

@@ -194,6 +194,7 @@ class Daemon:
             started_at=self._started_at,
             slots=[slot.label for slot in self._options.slots],
             tasks=self._told,
+            kind=self._options.kind,
         )
 
     def _run(self, message: NodeRun) -> None:

@@ -113,6 +113,7 @@ class NodeOptions:
         leave_signal: signal that ends the daemon as SIGTERM does.
         notice_file: file whose appearance ends it as SIGTERM does.
         rack: label of what the node shares with others and can be lost with.
+        kind: of its accelerators, if the cluster has several; then only jobs of that kind run on it.
     """
 
     endpoint: str
@@ -128,6 +129,7 @@ class NodeOptions:
     leave_signal: signal.Signals | None = None
     notice_file: Path | None = None
     rack: str | None = None
+    kind: str | None = None
 
     @property
     def url(self) -> str:
@@ -149,6 +151,7 @@ def make_options(
     leave_on: str | None,
     notice_file: str | None,
     rack: str | None,
+    kind: str | None,
 ) -> NodeOptions:
     """Check the options.
 
@@ -160,8 +163,9 @@ def make_options(
     label = node or socket.gethostname()
     if not _LABEL.fullmatch(label):
         raise ConfigError(f"--node {label}: expected letters, digits, '.', '_' and '-'")
-    if rack is not None and not _LABEL.fullmatch(rack):
-        raise ConfigError(f"--rack {rack}: expected letters, digits, '.', '_' and '-'")
+    for option, word in (("--rack", rack), ("--kind", kind)):
+        if word is not None and not _LABEL.fullmatch(word):
+            raise ConfigError(f"{option} {word}: expected letters, digits, '.', '_' and '-'")
     if not log_megabytes > 0 or log_files < 0 or not stop_seconds > 0:
         sizes = f"--log-size {log_megabytes} --log-files {log_files} --stop-seconds {stop_seconds}"
         raise ConfigError(f"{sizes}: expected sizes and times > 0, and a number of files >= 0")
@@ -184,6 +188,7 @@ def make_options(
         leave_signal=leave_signal(leave_on, "--leave-signal "),
         notice_file=Path(notice_file).absolute() if notice_file else None,
         rack=rack,
+        kind=kind,
     )
 
 

@@ -57,6 +57,8 @@ class NodeHello(Message, frozen=True, kw_only=True, tag="node_hello"):
     slots: list[Name]
     tasks: list[NodeTask]
     """Agents that are running already."""
+    kind: Name | None = None
+    """Of its accelerators, if the cluster has several."""
 
 
 class NodeReport(Message, frozen=True, kw_only=True, tag="node_report"):

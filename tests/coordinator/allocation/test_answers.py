@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.allocation.answers import Knowledge, Planning, event_between
+from unicron_lightning.coordinator.allocation.answers import Knowledge, Planning, event_between, keep
 from unicron_lightning.coordinator.events import Competitor, Question
 from unicron_lightning.planner.performance.model import SublinearModel
 from unicron_lightning.planner.state import NodesJoined, TaskFinished, WorkersLost
@@ -68,6 +68,16 @@ def test_the_heavier_task_has_more(ask: Asked) -> None:
     assert answer.key == "k"
     assert not answer.foreseen
     assert answer.waf > 0
+
+
+def test_each_kind_of_nodes_has_a_plan_of_its_own(ask: Asked) -> None:
+    """A task that no node can run has no place; without a planner, too."""
+    tasks = task("a", 0, high=9), task("b", 0, high=9), task("c", 0, high=9, weight=1.5), task("d", 0)
+    known = replace(KNOWN, performances={name: SublinearModel(rate=1e12) for name in "abcd"})
+    question = replace(situation(7, *tasks), parts=((4, frozenset("a")), (3, frozenset("bc"))))
+    assert ask(question, known).allocation == {"a": 4, "b": 0, "c": 3, "d": 0}
+    assert not ask(replace(question, num_places=6, parts=((4, frozenset("a")), (2, frozenset("bc")))), known).foreseen
+    assert keep(question).allocation == {"a": 4, "b": 2, "c": 1, "d": 0}
 
 
 def test_what_may_happen_next_is_planned_before(ask: Asked) -> None:

@@ -114,6 +114,31 @@ def test_what_was_launched_stands_by_until_the_job_is_over():
     assert [name for name, _ in daemon.wanted] == ["b"]
 
 
+def test_jobs_run_on_nodes_of_their_kind():
+    world = World()
+    fast = FakeDaemon(world, "f", "0", "1", kind="h100").connect()
+    plain = FakeDaemon(world, "p", "0").connect()
+    submit(world, "a", nodes=(1, 3), kind="h100")
+    submit(world, "b", nodes=(1, 3))
+    submit(world, "c", kind="a100")
+    world.advance(1.0)
+    assert fast.wanted == [("a", "0"), ("a", "1")] and plain.wanted == [("b", "0")]
+    assert why_waiting(world.machine.cluster, world.task("c")) == "needs 1 node of kind a100, 0 slots are usable"
+    world.answers_at_once = False
+    submit(world, "d", kind="h100")
+    assert sorted((n, sorted(names)) for n, names in world.questions[-1].parts) == [(1, ["b"]), (2, ["a", "d"])]
+    world.answers_at_once = True
+    world.do(ev.Disconnected(conn=plain.conn))
+    world.advance(AWAY)
+    slow = FakeDaemon(world, "p", "0", pid=2, started_at=2.0, kind="a100").connect()
+    world.advance(1.0)
+    assert slow.wanted == [("c", "0")] and status(world, "b") == "queued"
+
+
+def test_a_kind_is_a_word():
+    assert problem(job("j", kind="a b")) == "kind='a b': expected the kind of some nodes, as in unicron agent --kind"
+
+
 def test_cancel_ends_a_job_and_tells_its_agents():
     world, daemon, agent = running_job()
     world.do(ev.Cancel(task="j"))

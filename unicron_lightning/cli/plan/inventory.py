@@ -83,5 +83,5 @@ def _coordinator(answer: dict[str, Any]) -> dict[str, NodeConfig]:
     found = {name: NodeConfig(state="failed") for name in answer.get("lost", ())}
     for name, node in answer.get("nodes", {}).items():
         state: NodeState = "cordoned" if node["drained"] else "ready" if node["connected"] else "failed"
-        found[name] = NodeConfig(state=state)
+        found[name] = NodeConfig(state=state, kind=node.get("kind"))
     return found

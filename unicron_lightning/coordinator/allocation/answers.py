@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -411,22 +412,28 @@ class Planning:
         from unicron_lightning.planner.solver import solve
 
         began = time.perf_counter()
-        plan = self._ahead.plan(question) if self._ahead is not None else None
-        foreseen = plan is not None
-        if plan is None:
-            plan = solve(state_of(question, known))
+        parts, plan = question.divided(), None if self._ahead is None else self._ahead.plan(question)
+        if question.parts:
+            seconds = known.running_seconds(question.num_places)  # until a failure of any kind
+            known = replace(known, running_seconds=lambda _: seconds)
+        plans = [solve(state_of(part, known)) for part in parts] if plan is None else [plan]
         return ev.Planned(
             key=question.key,
-            allocation=allocation_of(question, plan),
-            waf=plan.waf,
+            allocation=_allocation(question, [allocation_of(*each) for each in zip(parts, plans, strict=True)]),
+            waf=math.fsum(each.waf for each in plans),
             milliseconds=round(1e3 * (time.perf_counter() - began), 3),
-            foreseen=foreseen,
-            layouts=layouts_of(question, plan, known),
+            foreseen=plan is not None,
+            layouts={
+                k: v for part, each in zip(parts, plans, strict=True) for k, v in layouts_of(part, each, known).items()
+            },
         )
 
     def _plan_ahead(self, standing: Question, known: Knowledge) -> None:
         from unicron_lightning.planner.solver import PlanTable, solve
 
+        if standing.parts:
+            self._ahead = None  # plans ahead are for one kind of nodes
+            return
         state = state_of(standing, known)
         before = self._ahead
         if before is None or before.state.fingerprint != state.fingerprint:
@@ -543,8 +550,19 @@ def layouts_of(question: Question, plan: Plan, known: Knowledge) -> dict[str, La
     }
 
 
+def _allocation(question: Question, parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the places of all tasks, given those of each kind of nodes."""
+    known = {name: places for each in parts for name, places in each.items()}
+    return {task.name: known.get(task.name, 0) for task in question.tasks}
+
+
 def keep(question: Question) -> ev.Planned:
-    """Answer a question without taking a place from any task.
+    """Answer a question without taking a place from any task, see `_kept`."""
+    return ev.Planned(key=question.key, allocation=_allocation(question, map(_kept, question.divided())))
+
+
+def _kept(question: Question) -> dict[str, int]:
+    """Return the places of the tasks on one kind of nodes.
 
     Free places go, task by task in the question's order, to tasks that reach their minimum with them. The rest goes to
     the task with the fewest places: one at a time, or enough for the next multiple of its granularity.
@@ -566,7 +584,7 @@ def keep(question: Question) -> ev.Planned:
         name = min(able, key=lambda task: places[task.name]).name
         free -= more[name] - places[name]
         places[name] = more[name]
-    return ev.Planned(key=question.key, allocation=places)
+    return places
 
 
 def _more(places: int, task: Competitor) -> int:

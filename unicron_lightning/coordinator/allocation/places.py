@@ -55,7 +55,10 @@ class DaemonPlaces:
     """
 
     def __init__(self) -> None:
-        self._of: tuple[list[Node], frozenset[str], frozenset[str]] | None = None
+        self._of: tuple[list[Node], dict[str, str], frozenset[str]] | None = None
+        self._kinds: dict[str, str] = {}
+        self._able: dict[str, tuple[str, ...]] = {}
+        """Jobs of each kind; places that are alike share one tuple."""
         self.slots: dict[str, list[str]] = {}
         """Slots of each node that may be used."""
         self.places = Places()
@@ -66,23 +69,38 @@ class DaemonPlaces:
         """Look at a task's agents again: one of them is new, or elsewhere."""
         self.inside.discard(task)
 
-    def look(self, nodes: list[Node], jobs: frozenset[str], out: frozenset[str]) -> None:
-        """Update the places from the nodes, the jobs and the nodes that must not be used."""
+    @property
+    def jobs(self) -> Collection[tuple[str, ...]]:
+        """The jobs of each kind that nodes have."""
+        return self._able.values()
+
+    def able(self, node: str) -> tuple[str, ...]:
+        """Return the jobs that can use a node, sorted."""
+        assert self._of is not None
+        kind, jobs = self._kinds[node], self._of[1]
+        if kind not in self._able:
+            self._able[kind] = tuple(sorted(job for job, own in jobs.items() if own == kind))
+        return self._able[kind]
+
+    def look(self, nodes: list[Node], jobs: dict[str, str], out: frozenset[str]) -> None:
+        """Update the places from the nodes, the jobs with their kinds, and the nodes that must not be used."""
         of = (nodes, jobs, out)
         if of == self._of:
             return
-        known = self.slots if self._of is not None and jobs == self._of[1] else {}
-        tasks = self.places[0].tasks if known and self.places else tuple(sorted(jobs))
+        known, kinds = self.slots if self._of is not None and jobs == self._of[1] else {}, self._kinds
         slots = {node.label: node.slots for node in nodes if node.label not in out}
         self._of, self.slots = of, slots
-        if slots == known and known:
+        self._kinds = {node.label: node.kind for node in nodes}
+        if slots == known and known and kinds == self._kinds:
             return
-        new = [label for label, on_node in slots.items() if known.get(label) != on_node]
+        if not known:
+            self._able = {}
+        new = [n for n, on_node in slots.items() if known.get(n) != on_node or kinds.get(n) != self._kinds[n]]
         changed = {*new, *(known.keys() - slots.keys())}
         if not known or not changed.isdisjoint(known):
             self.inside.clear()
         kept = [place for place in self.places if place.node not in changed] if known else []
-        found = [Place(name=f"{label}/{slot}", node=label, tasks=tasks) for label in new for slot in slots[label]]
+        found = [Place(f"{label}/{slot}", label, self.able(label)) for label in new for slot in slots[label]]
         self.places = Places(sorted([*kept, *found], key=attrgetter("name")))
 
 
@@ -99,7 +117,8 @@ def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Plac
     """
     daemons = DaemonPlaces() if daemons is None else daemons
     held = cluster.lasting.held
-    jobs = frozenset(job for job in cluster.lasting.jobs if job in cluster.tasks and job not in held)
+    known = cluster.lasting.jobs.items()
+    jobs = {name: job.kind or "" for name, job in known if name in cluster.tasks and name not in held}
     out = cluster.lasting.out
     daemons.look(list(cluster.nodes.values()), jobs, out)
     others: dict[str, tuple[str, frozenset[str]]] = {}
@@ -117,15 +136,14 @@ def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Plac
             place = f"{agent.node}/{agent.slot}"
             if _counts(cluster, task, agent):
                 of_daemon = agent.slot in daemons.slots.get(agent.node, ())
-                able = others[place][1] if place in others else jobs if of_daemon else frozenset()
+                able = others[place][1] if place in others else frozenset(daemons.able(agent.node) if of_daemon else ())
                 others[place] = agent.node, able | {task.id}
     if out:
         others |= _held_below_minimum(cluster, [*daemons.places], others)
     if not others:
         return daemons.places
     in_order = {able: tuple(sorted(able)) for able in {able for _, able in others.values()}}
-    if daemons.places:
-        in_order[jobs] = daemons.places[0].tasks  # places that are alike share one tuple
+    in_order |= {frozenset(jobs): jobs for jobs in daemons.jobs}
     found = {place.name: place for place in daemons.places}
     found |= {name: Place(name=name, node=node, tasks=in_order[able]) for name, (node, able) in others.items()}
     return Places(found[name] for name in sorted(found))

@@ -56,7 +56,7 @@ def review_allocation(cluster: Cluster, turn: Turn) -> None:
         _keep_standing(cluster, turn, places)
         turn.actions.append(ev.RequestPlan(question=_question(cluster, key, places, tasks)))
     elif key != cluster.asked:
-        wanted = {task.id: _alone(task, len(places)) for task in tasks}
+        wanted = {task.id: _alone(task, places.able[task.id]) for task in tasks}
         _put_in_force(cluster, turn, key, places, wanted, layouts={}, about={})
 
 
@@ -170,7 +170,18 @@ def _question(cluster: Cluster, key: str, places: Places, tasks: list[Task]) -> 
         node_places=max(on_node.values(), default=1),
         tasks=tuple(_competitor(cluster, task, places, _most(task, places), standing[task.id]) for task in tasks),
         coming=_coming(cluster, places, tasks),
+        parts=_parts(places) if len({node.kind for node in cluster.nodes.values()}) > 1 else (),
     )
+
+
+def _parts(places: Places) -> tuple[tuple[int, frozenset[str]], ...]:
+    """Divide the places so that no task can use those of two parts."""
+    parts: list[tuple[int, frozenset[str]]] = []
+    for tasks, names in places.kinds:
+        shared = [part for part in parts if not part[1].isdisjoint(tasks)]
+        parts = [part for part in parts if part not in shared]
+        parts.append((len(names) + sum(n for n, _ in shared), frozenset(tasks).union(*(own for _, own in shared))))
+    return tuple(part for part in parts if part[1])
 
 
 def _competitor(cluster: Cluster, task: Task, places: Places, most: int, left: int) -> Competitor:

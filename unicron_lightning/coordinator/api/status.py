@@ -101,7 +101,8 @@ def _why_queued(cluster: Cluster, task: Task) -> str:
     """Explain the wait of a submitted task, from the places that it may use and the plan."""
     if (awaited := cluster.lasting.held.get(task.id)) is not None:
         return f"comes after {', '.join(awaited)}"
-    assigned, need = cluster.lasting.assigned, fewest(task)
+    assigned, need, kind = cluster.lasting.assigned, fewest(task), cluster.lasting.jobs[task.id].kind
+    needs = f"needs {counted(need, 'node')}" + (f" of kind {kind}" if kind else "")
     places = [place.name for place in usable_places(cluster) if task.id in place.tasks]
     own = [place for place in places if assigned.get(place) == task.id]
     if len(own) >= need:
@@ -112,10 +113,10 @@ def _why_queued(cluster: Cluster, task: Task) -> str:
         if lost := sorted(lost_nodes(cluster)):
             without.append(f"lost: {', '.join(lost)}")
         usable = f"{counted(len(places), 'slot')} {'is' if len(places) == 1 else 'are'} usable"
-        return f"needs {counted(need, 'node')}, {'; '.join([usable, *without])}"
+        return f"{needs}, {'; '.join([usable, *without])}"
     users = Counter(owner for place in places if (owner := assigned.get(place)) and owner != task.id)
     used = ", ".join(f"{name} ({number})" for name, number in sorted(users.items()))
-    return f"needs {counted(need, 'node')}, the plan gives {counted(len(places), 'usable slot')} to {used or 'no task'}"
+    return f"{needs}, the plan gives {counted(len(places), 'usable slot')} to {used or 'no task'}"
 
 
 def _why_forming(cluster: Cluster, task: Task) -> str:
@@ -293,6 +294,7 @@ def _node(cluster: Cluster, node: Node) -> dict[str, Any]:
         "pid": node.pid,
         "connected": node.conn is not None,
         "drained": node.label in cluster.lasting.out,
+        "kind": node.kind or None,
         "slots": {
             slot: {
                 "assigned": cluster.lasting.assigned.get(f"{node.label}/{slot}") or None,

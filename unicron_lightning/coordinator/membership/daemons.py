@@ -54,6 +54,7 @@ def hello(cluster: Cluster, turn: Turn, conn: int, message: NodeHello) -> None:
         started_at=message.started_at,
         conn=conn,
         slots=message.slots,
+        kind=message.kind or "",
         launches=[Launch(job=each.job, slot=each.slot) for each in tasks],
         tasks=tasks,
         unsent=True,
