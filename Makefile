@@ -81,14 +81,14 @@ demo-moe: $(READY)
 quick: lint types
 	@$(BIN)/python -m pytest -q -m "not chaos and not zoo and not processes" -n auto $(COMPUTING) $(PYTEST_ARGS)
 
-# Tests that compute first, on all cores; those that start processes, and wait for them nearly half of the time, four at
-# a time; then those with signals and limits of time, three at a time.
+# Tests that compute first, on all cores; those that start processes, and wait for them nearly half of the time, three at
+# a time; then those with signals and limits of time, two at a time.
 # Where PYTEST_ARGS picks tests, a half may have none: pytest's status 5.
 test: $(READY)
 	@$(BIN)/python -m compileall -q unicron_lightning hydra_plugins tests  # a thousand processes follow
 	@$(BIN)/python -m pytest -m "not chaos and not zoo" -n auto $(COMPUTING) $(PYTEST_ARGS) $(NONE_PICKED)
-	@$(BIN)/python -m pytest -m "not chaos and not zoo" -n 4 --dist loadscope --no-loadscope-reorder $(STARTING) $(PYTEST_ARGS) $(NONE_PICKED)
-	@$(BIN)/python -m pytest -m "not chaos and not zoo" -n 3 --dist loadscope $(patsubst %,--ignore=%,$(COMPUTING) $(STARTING)) $(PYTEST_ARGS) $(NONE_PICKED)
+	@$(BIN)/python -m pytest -m "not chaos and not zoo" -n 3 --dist loadscope --no-loadscope-reorder $(STARTING) $(PYTEST_ARGS) $(NONE_PICKED)
+	@$(BIN)/python -m pytest -m "not chaos and not zoo" -n 2 --dist loadscope $(patsubst %,--ignore=%,$(COMPUTING) $(STARTING)) $(PYTEST_ARGS) $(NONE_PICKED)
 
 long: $(READY)
 	@$(BIN)/python -m pytest -m chaos -n 2 --dist loadscope $(PYTEST_ARGS)

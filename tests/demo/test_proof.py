@@ -35,6 +35,8 @@ def test_a_dead_workers_micro_batch_may_be_computed_again_and_a_survivors_may_no
     assert prove_work(diary, {2}, 1).wasted == 0
     assert prove_work(diary, set(), 1).wasted == 1
     assert prove_work(diary, {2}, 1).recomputed == 1
+    read_later = [{**micro_batch(1, 0, 1), "at": 2.0}, {**micro_batch(2, 0, 1), "at": 1.0}]
+    assert prove_work(read_later, {2}, 1).wasted == 0
 
 
 @pytest.mark.parametrize(("last", "lost", "repeated"), [((1, 0), 0, 0), ((1, 1), 1, 1), ((1,), 1, 0)])

@@ -35,11 +35,11 @@ ProofLine = dict[str, Any]
 
 
 def micro_batches(lines: Iterable[ProofLine]) -> dict[tuple[int, tuple[int, ...]], list[int]]:
-    """The processes that computed each micro-batch, in the diary's order, by its step and samples."""
+    """The processes that computed each micro-batch, in order of time, by its step and samples."""
     workers: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
-    for line in lines:
-        if line["event"] == "micro_batch":
-            workers[line["step"], tuple(line["samples"])].append(line["pid"])
+    # Files are read one after the other, so a dead worker's last line may come behind later ones of survivors.
+    for line in sorted((each for each in lines if each["event"] == "micro_batch"), key=lambda each: each["at"]):
+        workers[line["step"], tuple(line["samples"])].append(line["pid"])
     return workers
 
 
